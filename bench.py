@@ -1,0 +1,492 @@
+#!/usr/bin/env python3
+"""Run every case of a case set many times against a system, and log each trial the moment it ends.
+
+    python3 bench.py                                        9 cases x 10 trials on the embedded system
+    python3 bench.py --system model_triage:gemma --trials 30 --budget-s 3600
+    python3 bench.py --convert recording.json               the log as a recording, at any point
+
+The log is the original record (JSON Lines: a header, a line a trial, a line a resume). The same command again
+resumes it: no trial that it holds is run twice, and only the same benchmark continues it.
+"""
+import argparse
+import errno
+import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import harness
+from harness import RunError
+
+BENCH_VERSION = "1"
+COMPARED = ("bench_version", "harness_version", "inputs_sha256", "case_set_sha256", "system", "splits", "trials", "shard")
+DESCRIBING = ("budget_s", "workers", "environment", "endpoint", "server", "task", "cases")
+SERVER_FAILURES = {"ReplyTimeout", "ConnectionCut", "ServerError", "MalformedReply"}
+LONGEST_PAUSE_S = 30
+LONGEST_RETRY_AFTER_S = 120
+LOCK_BYTE = 1 << 40    # Windows locks bytes: one far behind the end leaves readers alone
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to stop at once. Its argument is the signal's number."""
+
+
+# --- the trial log ----------------------------------------------------------------------------------------
+
+def read_lines(path):
+    """Yield (line number, offset of the line's end, value) for each line of a JSON Lines file.
+
+    Only b"\\n" ends a line, since a reply may hold what other readers take for one. A last line without it that
+    is not JSON is what a killed run, a full disk or a power cut leaves: it is passed over. Any other line that
+    is not JSON raises RunError.
+    """
+    end = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                value = harness.parse_json(line.decode("utf-8"))
+            except ValueError as error:
+                if number > 1 and not line.endswith(b"\n"):
+                    return
+                raise RunError(f"{path}: line {number} is not JSON ({error}); " + (
+                    "is it a trial log?" if number == 1 else "restore it from a copy, or move the log away")) from None
+            end += len(line)
+            yield number, end, value
+
+
+def header_fault(header):
+    """Return what is wrong with a log's first line, or None."""
+    if not (isinstance(header, dict) and "bench_version" in header):
+        return "the file is not a trial log: its first line is no header"
+    kinds = {"bench_version": str, "harness_version": str, "run_id": str, "started_at": str, "inputs_sha256": str,
+             "case_set_sha256": str, "system": dict, "splits": list, "trials": int, "workers": int, "environment": dict,
+             "task": dict, "cases": str}
+    for key, kind in kinds.items():
+        if type(header.get(key)) is not kind:
+            return f"the header's `{key}` is missing or of the wrong type"
+    if not 1 <= header["trials"] <= harness.MAX_TRIALS:
+        return f"the header's `trials` is {header['trials']}"
+    if "shard" not in header or header["shard"] is not None:
+        return "the header's `shard` must be null"
+    if missing := [key for key in harness.IDENTITY if key not in header["system"]]:
+        return f"the header's `system` has no `{missing[0]}`"
+    return None
+
+
+class TrialLog:
+    """A trial log on the disk: read row by row and, opened for writing, locked and appended to.
+
+    `header` is its first line; `sessions` are the resume lines read so far; `held` tells which trials were read
+    or appended (case id -> a byte a trial), `count` how many; `end` is where the last whole line ends.
+    """
+
+    def __init__(self, path, case_ids=None, writable=False):
+        """Raises RunError for a file that is no log, or that another process is writing."""
+        self.path, self.case_ids, self.file = path, case_ids, None
+        self.sessions, self.held, self.count = [], {}, 0
+        if writable:
+            self.file = open(path, "r+b", buffering=0)
+            self._lock()
+        try:
+            self.lines = read_lines(path)
+            _, self.end, self.header = next(self.lines, (0, 0, None))
+            if fault := header_fault(self.header):
+                raise RunError(f"{path}: line 1: {fault}")
+        except BaseException:
+            self.close()
+            raise
+        self.synced_at = time.monotonic()
+
+    def _lock(self):
+        # flock and not lockf, whose lock vanishes when any other handle of this process on the file is closed.
+        try:
+            if os.name == "nt":
+                import msvcrt
+                self.file.seek(LOCK_BYTE)
+                msvcrt.locking(self.file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.file.close()
+            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+                raise RunError(f"{self.path} cannot be locked: {error.strerror}; keep the log on another disk") from None
+            raise RunError(f"{self.path} is being written by another run; wait for it, or name another --log") from None
+
+    def rows(self):
+        """Yield each trial, checked. Raises RunError, naming the line, for one that cannot be of this log."""
+        for number, end, row in self.lines:
+            fault = self._fault(row)
+            if fault:
+                raise RunError(f"{self.path}: line {number}: {fault}; the log was left as it is")
+            self.end = end
+            if "case_id" in row:
+                self._hold(row)
+                yield row
+            else:
+                self.sessions.append(row)
+
+    def _fault(self, row):
+        if isinstance(row, dict) and "case_id" not in row and "bench_version" in row:
+            return "a second header: two logs were put together"
+        if isinstance(row, dict) and "case_id" not in row and isinstance(row.get("resumed_at"), str):
+            return None
+        if fault := harness.row_fault(row, self.case_ids, self.header["trials"]):
+            return fault
+        if not isinstance(row.get("started_at"), str):
+            return "`started_at` must be a time"
+        if self.holds(row["case_id"], row["trial"]):
+            return f"case {row['case_id']}, trial {row['trial']} is in the log twice"
+        return None
+
+    def holds(self, case_id, trial):
+        """True if the trial is in the log."""
+        return case_id in self.held and self.held[case_id][trial] == 1
+
+    def _hold(self, row):
+        self.held.setdefault(row["case_id"], bytearray(self.header["trials"]))[row["trial"]] = 1
+        self.count += 1
+
+    def append(self, row):
+        """Write one line after the last whole one, and give it to the operating system.
+
+        Raises RunError where it cannot be written; what was in the log before is safe.
+        """
+        line = harness.encode(row) + b"\n"
+        try:
+            self._write_at_end(line)
+            if "case_id" in row:
+                self._hold(row)
+            if time.monotonic() - self.synced_at >= 1:
+                self.sync()
+        except OSError as error:
+            self.close()
+            raise RunError(f"{self.path} cannot be written: {error.strerror}; {self.count} trials are safe in it, "
+                           "and the same command resumes it once there is room") from None
+
+    def _write_at_end(self, line):
+        try:
+            if self.file.seek(0, os.SEEK_END) != self.end:    # what a killed run left of a line
+                self.file.truncate(self.end)
+            self.file.seek(self.end - 1)
+            if self.file.read(1) != b"\n":    # a whole last line that lost its line break
+                line = b"\n" + line
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self.file.write(rest):]
+            self.end += len(line)
+        except OSError:
+            self.file.truncate(self.end)
+            raise
+
+    def sync(self):
+        """Have the operating system put the log on the disk itself."""
+        if sys.platform == "darwin":    # where fsync stops at the drive's own cache
+            import fcntl
+            fcntl.fcntl(self.file, fcntl.F_FULLFSYNC)
+        else:
+            os.fsync(self.file.fileno())
+        self.synced_at = time.monotonic()
+
+    def close(self):
+        """Let another process write. Nothing can be appended after."""
+        if self.file is not None:
+            self.file.close()
+
+    @property
+    def closed(self):
+        return self.file is None or self.file.closed
+
+
+def differences(name, logged, now):
+    """Yield where two values of the key `name` differ, down to the inner key, with both where they are short."""
+    if isinstance(logged, dict) and isinstance(now, dict):
+        for key in sorted(set(logged) | set(now)):
+            yield from differences(f"{name}.{key}", logged.get(key), now.get(key))
+    elif (old := harness.encode(logged, True).decode()) != (new := harness.encode(now, True).decode()):
+        yield f"{name} ({old} there, {new} here)" if len(old + new) < 100 else name
+
+
+def refuse_other_benchmark(path, logged, now):
+    """Raise RunError, naming what differs, unless two headers are of the same benchmark."""
+    found = [line for key in COMPARED for line in differences(key, logged.get(key), now[key])]
+    if found:
+        raise RunError(f"{path} is a log of another benchmark: {'; '.join(found)}; name another --log")
+
+
+def to_recording(path, case_set):
+    """Return the recording of a log, in trial-major order: every planned trial, `NotRun` where the log lacks it.
+
+    Raises RunError for a log of another case set, and for one with a line that cannot be of it.
+    """
+    log = TrialLog(path, {case["id"] for case in case_set["cases"]})
+    harness.of_case_set(log.header, case_set, path)
+    rows = {(row["case_id"], row["trial"]): harness.recorded(row) for row in log.rows()}
+    kept = ("run_id", "harness_version", "system", "case_set_sha256", "inputs_sha256", "splits", "trials")
+    planned = harness.plan(case_set, log.header["splits"], log.header["trials"])
+    return {key: log.header[key] for key in kept} | {
+        "results": [rows.get((case["id"], trial)) or harness.not_run(case["id"], trial) for case, trial in planned]}
+
+
+# --- the run ----------------------------------------------------------------------------------------------
+
+class Run:
+    """The trials still to run, shared by the workers: what is next, what ends the run, what was done."""
+
+    def __init__(self, system, log, todo, budget_s, patience_s):
+        self.system, self.log, self.todo, self.patience_s = system, log, todo, patience_s
+        self.ends_at = time.monotonic() + budget_s if budget_s is not None else float("inf")
+        self.lock = threading.Lock()
+        self.stopping = threading.Event()
+        self.fault = None
+        self.stopped_by_budget = False
+        self.ran = 0
+        self.failures = 0    # server failures in a row
+
+    def work(self):
+        """What each worker does, until nothing is left or the run is stopped."""
+        try:
+            while True:
+                planned = self.next_trial()
+                if planned is None or self.budget_spent():
+                    return
+                row = self.call(*planned)
+                if row is None:
+                    return
+                self.append(row)
+        except BaseException as fault:    # raised again in the main thread, by `execute`
+            self.fault = self.fault or fault
+            self.stopping.set()
+
+    def next_trial(self):
+        """Return the next (case, trial) that the log lacks, or None."""
+        with self.lock:
+            return None if self.stopping.is_set() else next(self.todo, None)
+
+    def budget_spent(self):
+        """True once no new trial may start."""
+        self.stopped_by_budget |= time.monotonic() >= self.ends_at
+        return self.stopped_by_budget
+
+    def call(self, case, trial):
+        """Return the trial's row, or None where the run stops while a server is waited for.
+
+        Raises what `patiently` raises. Until the first answer of a run there is no patience for a server that
+        cannot be reached: it is more likely wrong than down.
+        """
+        def attempt():
+            self.ask_for_life()
+            return harness.now(), harness.attempt(self.system, case, trial)
+        waited_for = (harness.Unavailable, harness.Busy) if self.ran else harness.Busy
+        answer, waits, waited_s = patiently(attempt, waited_for, self.patience_s, self.pause)
+        if answer is None:
+            return None
+        started_at, result = answer
+        if waits:
+            result["metadata"] |= {"waits": waits, "waited_s": round(waited_s, 3)}
+        return {"case_id": case["id"], "trial": trial, "started_at": started_at} | result
+
+    def ask_for_life(self):
+        """Raise Unavailable where the server failed three times in a row and now gives no sign of life."""
+        if self.failures >= 3:
+            if harness.ask(self.system, "alive") is False:
+                raise harness.Unavailable("the server failed three times in a row and gives no sign of life")
+            self.failures = 0
+
+    def pause(self, seconds):
+        """Wait; return False where the run stops meanwhile."""
+        stopped = self.stopping.wait(max(0, min(seconds, self.ends_at - time.monotonic())))
+        return not stopped and not self.budget_spent()
+
+    def append(self, row):
+        """Log a trial that has ended. After an interrupt the log is closed, and the trial is dropped."""
+        with self.lock:
+            if not self.log.closed:
+                self.log.append(row)
+                self.ran += 1
+                failed = row.get("error", {}).get("types", [None])[0] in SERVER_FAILURES
+                self.failures = self.failures + 1 if failed else 0
+
+
+def patiently(ask, waited_for, patience_s, pause):
+    """Return (what ask() returns, pauses made, seconds paused), asking again while it raises `waited_for`.
+
+    `pause(seconds)` waits, and returns False to give up: then (None, ...) is returned. Raises RunError once the
+    patience is spent.
+    """
+    waits, since, waited_s = 0, time.monotonic(), 0.0
+    while True:
+        try:
+            return ask(), waits, waited_s
+        except waited_for as away:
+            left = since + patience_s - time.monotonic()
+            if left <= 0:
+                raise RunError(f"{away} (kept trying for {patience_s:g} s; the same command resumes)") from None
+            seconds = min(left, pause_before_retry(away, waits))
+        started = time.monotonic()
+        if not pause(seconds):
+            return None, waits, waited_s
+        waits, waited_s = waits + 1, waited_s + time.monotonic() - started
+
+
+def pause_before_retry(away, waits):
+    """Return the seconds to wait before asking a server again: what it asked for, else 1, 2, 4, ... up to 30."""
+    asked = getattr(away, "retry_after_s", None)
+    return min(2 ** waits, LONGEST_PAUSE_S) if asked is None else min(asked, LONGEST_RETRY_AFTER_S)
+
+
+def execute(run, workers):
+    """Run the workers to their end. Raises what stopped one of them, or Interrupted."""
+    threads = [threading.Thread(target=run.work, daemon=True) for _ in range(workers)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.5)    # with a limit, since Windows delivers no signal to a thread that just waits
+    finally:
+        run.stopping.set()
+        with run.lock:
+            if not run.log.closed:
+                run.log.sync()
+                run.log.close()
+    if run.fault:
+        raise run.fault
+
+
+def stop_on_signals():
+    """Have Ctrl-C, SIGTERM and SIGHUP raise Interrupted; one that is ignored (nohup) stays so."""
+    import signal
+
+    def interrupt(number, frame):
+        signal.signal(number, signal.SIG_DFL)    # once more ends the process as it stands: the log is safe
+        raise Interrupted(number)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if signal.getsignal(getattr(signal, name, signal.SIGINT)) is not signal.SIG_IGN:
+            signal.signal(getattr(signal, name, signal.SIGINT), interrupt)
+
+
+# --- command line -----------------------------------------------------------------------------------------
+
+def new_header(system, case_set, task, args):
+    """Return the header of a log that would begin now: what is compared on resume, then what describes."""
+    import platform
+    return {"bench_version": BENCH_VERSION, "harness_version": harness.HARNESS_VERSION,
+            "run_id": harness.new_run_id(), "started_at": harness.now(),
+            "inputs_sha256": case_set["inputs_sha256"], "case_set_sha256": case_set["sha256"],
+            "system": harness.system_identity(system), "splits": ["development"], "trials": args.trials, "shard": None,
+            "budget_s": args.budget_s, "workers": 1,
+            "environment": {"python": platform.python_version(), "platform": platform.platform(),
+                            "hardware": args.hardware},
+            "endpoint": getattr(system, "endpoint", None), "server": None,
+            "task": {"name": task.name, "sha256": task.sha256}, "cases": case_set["file"]}
+
+
+def open_log(path, header, case_set, system, patience_s):
+    """Return the log at `path`, begun or resumed, locked, with all its trials read and checked.
+
+    The system is asked whether its model is there before a new log is begun or an old one is added to. Raises
+    RunError for a log that this benchmark may not continue, which stays as it was.
+    """
+    if not os.path.exists(path):
+        header["server"] = check_model(system, patience_s)
+        harness.write(path, [harness.encode(header).decode() + "\n"], over=False)
+    log = TrialLog(path, {case["id"] for case in harness.in_splits(case_set, header["splits"])}, writable=True)
+    try:
+        refuse_other_benchmark(path, log.header, header)
+        for _ in log.rows():
+            pass
+        if log.header["run_id"] != header["run_id"] and log.count < planned_trials(log, case_set):
+            header["server"] = check_model(system, patience_s)
+            log.append({"resumed_at": harness.now()} | {key: header[key] for key in DESCRIBING})
+    except BaseException:
+        log.close()
+        raise
+    return log
+
+
+def planned_trials(log, case_set):
+    """Return how many trials a log's plan has."""
+    return len(harness.in_splits(case_set, log.header["splits"])) * log.header["trials"]
+
+
+def check_model(system, patience_s):
+    """Let the system look whether its model is there, where it can; return its server's name and version.
+
+    A server that is busy loading the model is waited for; one that cannot be reached is an error at once.
+    """
+    patiently(lambda: harness.ask(system, "check_model"), harness.Busy, patience_s, lambda s: time.sleep(s) or True)
+    return getattr(system, "server", None)
+
+
+def default_log(name):
+    """Return where the log of the system `name` lies unless told otherwise."""
+    return str(harness.HERE / "runs" / (re.sub(r"[^a-z0-9.-]", "-", name) + ".jsonl"))
+
+
+def convert(path, case_set, out):
+    """Write the log at `path` as a recording."""
+    recording = to_recording(path, case_set)
+    harness.write(out, harness.json_chunks(recording, "results"))
+    missing = sum(map(harness.is_not_run, recording["results"]))
+    print(f"{out}: {len(recording['results'])} trials, {missing} of them not run")
+    return 0
+
+
+def run_benchmark(system, case_set, task, path, args):
+    """Run what the log lacks, print the counts line and return the exit status."""
+    log = open_log(path, new_header(system, case_set, task, args), case_set, system, args.patience_s)
+    planned, logged, status = planned_trials(log, case_set), log.count, 0
+    todo = ((case, trial) for case, trial in harness.plan(case_set, log.header["splits"], args.trials)
+            if not log.holds(case["id"], trial))
+    run = Run(system, log, todo, args.budget_s, args.patience_s)
+    try:
+        execute(run, workers=1)
+    except Interrupted as signal:
+        status = 128 + signal.args[0]
+    finally:
+        note = " (stopped by the time budget)" if run.stopped_by_budget else ""
+        print(harness.printable(system.name) + f": planned {planned}, already logged {logged}, ran {run.ran}, "
+              f"not run {planned - log.count}" + note, flush=True)
+    if status:
+        print(f"interrupted; the same command resumes {path}", file=sys.stderr)
+    elif logged == planned:
+        print(f"nothing to run: {path} holds every planned trial", file=sys.stderr)
+    return status
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Run every case many times, log each trial as it ends, resume.")
+    parser.add_argument("--system", default="model_triage:embedded", metavar="MODULE:ATTRIBUTE[=MODEL]",
+                        help="what answers the trials (default: %(default)s)")
+    parser.add_argument("--trials", type=harness.number_from(1, int, harness.MAX_TRIALS), default=10, metavar="N",
+                        help="trials of each case (default: %(default)s)")
+    parser.add_argument("--log", metavar="F", help="the trial log (default: runs/NAME.jsonl beside the scripts)")
+    parser.add_argument("--budget-s", type=harness.number_from(0, float), metavar="S",
+                        help="start no new trial after S seconds")
+    parser.add_argument("--patience-s", type=harness.number_from(0, float), default=120, metavar="S",
+                        help="how long to keep trying a server that went away or is busy (default: %(default)s)")
+    parser.add_argument("--endpoint", metavar="URL", help="where the system's server is, for systems that have one")
+    parser.add_argument("--hardware", metavar="TEXT", help="what the model runs on, for the log's header")
+    parser.add_argument("--convert", type=harness.output_file, metavar="RECORDING",
+                        help="run nothing; write the log as a recording")
+    harness.add_benchmark_options(parser)
+    args = parser.parse_args(argv)
+    stop_on_signals()
+    try:
+        task = harness.load_task(args.task)
+        case_set = harness.load_cases(args.cases, task)
+        options = {"endpoint": args.endpoint} if args.endpoint else {}
+        system = None if args.convert and args.log else harness.load_system(args.system, **options)
+        path = args.log or default_log(system.name)
+        if args.convert:
+            return convert(path, case_set, args.convert)
+        return run_benchmark(system, case_set, task, path, args)
+    except Interrupted as signal:    # before the first trial
+        return 128 + signal.args[0]
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_command(main))

@@ -1,0 +1,718 @@
+#!/usr/bin/env python3
+"""The evaluation harness: case sets, tasks, systems, one call, recordings, grading and run records.
+
+It knows no task and no model. A task module offers CHECKS; a system has `respond(case, trial)`.
+
+    python3 harness.py check                              validate the case set and prove its checks
+    python3 harness.py record --out recording.json        record a quick system, everything in memory
+    python3 harness.py run --recording recording.json --out run.json      grade a recording
+"""
+import argparse
+import hashlib
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections import namedtuple
+from datetime import datetime, timezone
+from pathlib import Path
+
+HARNESS_VERSION = "1"
+HERE = Path(__file__).resolve().parent
+SPLITS = ("development", "held-out")
+IDENTITY = ("name", "version", "mode", "model", "prompt", "tools", "sampling")
+RUN_DESCRIPTION_FIELDS = ("graded_at", "python", "platform")
+CASE_KEYS = {"id", "class", "split", "input", "expected", "expected_error", "failure_criteria", "critical"}
+SEED_BASE = 1000
+MAX_TRIALS = 1_000_000    # of one case
+MAX_NESTING = 200    # deeper values are refused, so that what one Python writes every Python can read
+MAX_TEXT = 4000      # characters kept of an error's message, and of a reply that could not be used
+
+Answer = namedtuple("Answer", "output metadata")
+Task = namedtuple("Task", "name sha256 checks")
+
+
+# --- errors -----------------------------------------------------------------------------------------------
+
+class RunError(Exception):
+    """Work cannot go on. The message is a sentence for the user: what is wrong, where, what to do."""
+
+
+class CaseError(RunError):
+    """A case set is not valid. The message names the file, the case and the fault."""
+
+
+class Unavailable(Exception):
+    """The model was not asked, since its server cannot be reached or will not serve it. Not a result."""
+
+
+class Busy(Exception):
+    """The model was not asked yet: its server wants to be asked later (in `retry_after_s`, if it says)."""
+
+    def __init__(self, message, retry_after_s=None):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnloggableOutput(Exception):
+    """A system returned what is not a JSON value, or would not read back equal."""
+
+
+# --- JSON and files ---------------------------------------------------------------------------------------
+
+def encode(value, sort_keys=False):
+    """Return `value` as compact JSON (RFC 8259) in UTF-8 bytes, without a line break.
+
+    A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape: the two look the same.
+    Raises TypeError, ValueError or RecursionError where `value` is not a JSON value.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=sort_keys, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def sha256_json(value):
+    """Return the hex SHA-256 of the canonical JSON of `value`: sorted keys, no spaces, UTF-8."""
+    return hashlib.sha256(encode(value, sort_keys=True)).hexdigest()
+
+
+def _finite(digits):
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits[:40]} is beyond the range of a number")
+    return number
+
+
+def _not_json(word):
+    raise ValueError(f"{word} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_not_json)
+
+
+def _nested_deeper(value, limit):
+    """True if `value` has more than `limit` levels of lists and objects (no recursion, so any depth is safe)."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [item for value in level if isinstance(value, (dict, list))
+                 for item in (value.values() if isinstance(value, dict) else value)]
+        if not level:
+            return False
+    return True
+
+
+def parse_json(text):
+    """Return the value of a JSON text (str), by RFC 8259 alone.
+
+    Raises json.JSONDecodeError for anything else, NaN and what Python itself cannot hold included. (Its own
+    reader raises a plain ValueError for an integer of too many digits, which must not pass for a rejection.)
+    """
+    try:
+        value = _DECODER.decode(text)
+        if text.count("[") + text.count("{") > MAX_NESTING and _nested_deeper(value, MAX_NESTING):
+            raise ValueError(f"nested more than {MAX_NESTING} levels deep")
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from None
+    return value
+
+
+def read_json(path, error=RunError):
+    """Return the value of a JSON file. Raises `error`, naming the file, where it cannot be read or is not JSON."""
+    try:
+        return parse_json(Path(path).read_bytes().decode("utf-8-sig"))
+    except OSError as fault:
+        raise error(f"{path}: {fault.strerror}") from None
+    except ValueError as fault:
+        raise error(f"{path} is not JSON in UTF-8: {fault}") from None
+
+
+def write(path, chunks, over=True):
+    """Write a whole file or nothing: the strings go to a file beside it, which then takes its place.
+
+    Its folder is made where it is missing. With `over` false, a file that is there already stays as it is.
+    Raises OSError where the file cannot be written.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():    # /dev/stdout, a pipe: written to, never replaced
+        with open(path, "w", encoding="utf-8", newline="\n", errors="backslashreplace") as file:
+            file.writelines(chunks)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(beside, "w", encoding="utf-8", newline="\n", errors="backslashreplace") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        if over:
+            os.replace(beside, path)
+        else:
+            _link(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _link(beside, path):
+    """Give a file the name `path` unless that is taken."""
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        pass
+    except OSError:    # a file system without hard links
+        if not path.exists():
+            os.replace(beside, path)
+
+
+def json_chunks(document, rows_key):
+    """Yield a JSON object in pieces: its keys one a line, and each row of the list at `rows_key` on a line of
+    its own, so that a large file streams and two of them compare line by line."""
+    yield "{\n"
+    for key, value in document.items():
+        if key != rows_key:
+            yield f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, allow_nan=False)},\n"
+    yield f"{json.dumps(rows_key)}: [\n"
+    for number, row in enumerate(document[rows_key]):
+        yield (",\n" if number else "") + json.dumps(row, ensure_ascii=False, allow_nan=False)
+    yield "\n]}\n"
+
+
+def now():
+    """Return the time in UTC, ISO 8601, to the millisecond."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+# --- tasks, case sets and systems -------------------------------------------------------------------------
+
+def import_module(name):
+    """Import a module from the current directory, then from beside this file. Raises RunError."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise RunError(f"module {name} needs {error.name}, which is not installed") from None
+        raise RunError(f"there is no module {name} in {os.getcwd()} or {HERE}") from None
+    except Exception as error:
+        raise RunError(f"module {name} cannot be imported: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.pop(0)
+
+
+def load_task(name):
+    """Return the Task (name, sha256 of its source, checks) of a task module. Raises RunError."""
+    module = import_module(name)
+    checks = getattr(module, "CHECKS", None)
+    if not (isinstance(checks, tuple) and checks and all(
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and callable(pair[1])
+            for pair in checks)):
+        raise RunError(f"task {name} needs CHECKS, a tuple of (name, check) pairs")
+    # Universal newlines, so that a checkout with Windows line ends has the same digest.
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    return Task(name, hashlib.sha256(source.encode("utf-8")).hexdigest(), checks)
+
+
+def load_cases(path, task):
+    """Return the case set in `path`: a dict of `name`, `cases`, `file`, `sha256` (over all of it) and
+    `inputs_sha256` (over what a model can see of it: ids, inputs, splits and order).
+
+    Raises CaseError naming the file, the case and the fault; an expected answer that the task's own checks
+    reject is one.
+    """
+    data = read_json(path, CaseError)
+    if not (isinstance(data, dict) and set(data) == {"name", "cases"} and isinstance(data["name"], str)
+            and isinstance(data["cases"], list) and data["cases"]):
+        raise CaseError(f'{path}: a case set is {{"name": ..., "cases": [...]}} with at least one case')
+    seen = set()
+    for number, case in enumerate(data["cases"], 1):
+        fault = case_fault(case, seen, task.checks)
+        if fault:
+            named = case.get("id") if isinstance(case, dict) else None
+            raise CaseError(f"{path}: case {number} ({named!r}): {fault}")
+        seen.add(case["id"])
+    visible = [[case["id"], case["input"], case["split"]] for case in data["cases"]]
+    return {**data, "file": Path(path).name, "sha256": sha256_json(data), "inputs_sha256": sha256_json(visible)}
+
+
+def case_fault(case, seen, checks):
+    """Return what is wrong with one case of a case set, or None. `seen` holds the ids before it."""
+    if not isinstance(case, dict):
+        return "a case is an object"
+    if unknown := sorted(set(case) - CASE_KEYS):
+        return f"unknown key {unknown[0]!r} (a misspelling?)"
+    if missing := sorted({"id", "class", "split", "input"} - set(case)):
+        return f"the key {missing[0]!r} is missing"
+    if not (isinstance(case["id"], str) and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", case["id"])):
+        return "an id is words of a-z and 0-9 joined by single hyphens"
+    if case["id"] in seen:
+        return "an earlier case has the same id"
+    if not (isinstance(case["class"], str) and case["class"].strip()):
+        return "`class` must be a word or more"
+    if case["split"] not in SPLITS:
+        return f"unknown split {case['split']!r}; a split is {' or '.join(SPLITS)}"
+    if ("expected" in case) == ("expected_error" in case):
+        return "exactly one of `expected` and `expected_error` must be given"
+    if not isinstance(case.get("critical", True), bool):
+        return "`critical` must be true or false"
+    criteria = case.get("failure_criteria", [])
+    if not (isinstance(criteria, list) and all(
+            isinstance(item, dict) and set(item) == {"field", "equals", "why"} and isinstance(item["field"], str)
+            and isinstance(item["why"], str) for item in criteria)):
+        return '`failure_criteria` is a list of {"field", "equals", "why"}'
+    if "expected_error" in case:
+        wanted = case["expected_error"]
+        return None if isinstance(wanted, str) and wanted.isidentifier() else "`expected_error` is a class name"
+    if not isinstance(case["expected"], dict):
+        return "`expected` must be an object"
+    verdict, check, reason = grade(case, 0, {"output": case["expected"]}, checks)
+    return None if verdict == "pass" else f"its own expected answer fails the check {check}: {reason}"
+
+
+def load_system(spec, **options):
+    """Return the system that `module:attribute` or `module:attribute=MODEL` names.
+
+    With =MODEL the attribute is a factory, called with the model and the options. A system without it is fixed:
+    only where it is reached and how patiently (attributes that it has) can be set. Raises RunError.
+    """
+    named, is_factory, model = spec.partition("=")
+    module_name, _, attribute = named.partition(":")
+    if not (module_name and attribute) or (is_factory and not model):
+        raise RunError(f"system {spec!r} is not named as module:attribute or module:attribute=MODEL")
+    module = import_module(module_name)
+    if not hasattr(module, attribute):
+        raise RunError(f"module {module_name} ({module.__file__}) has no {attribute}")
+    system = getattr(module, attribute)
+    if is_factory:
+        import inspect
+        try:
+            inspect.signature(system).bind(model, **options)
+        except TypeError as error:
+            raise RunError(f"system {spec} cannot be made with these options: {error}") from None
+        system = system(model, **options)
+    elif options:
+        for name, value in options.items():
+            if name not in getattr(system, "settable", ()):
+                raise RunError(f"system {spec} takes no --{name.replace('_', '-')}")
+            setattr(system, name, value)
+    if not hasattr(system, "respond"):
+        raise RunError(f"system {spec} has no respond(case, trial)"
+                       + (f"; name a model: {spec}=MODEL" if callable(system) else ""))
+    return system
+
+
+def system_identity(system):
+    """Return the dict of what makes a system that system (IDENTITY). Raises RunError where it is incomplete."""
+    missing = [key for key in IDENTITY if not hasattr(system, key)]
+    if missing:
+        raise RunError(f"the system lacks {', '.join(missing)}")
+    identity = {key: getattr(system, key) for key in IDENTITY}    # may look the model up
+    if not (isinstance(identity["name"], str) and identity["name"].strip()):
+        raise RunError("the system's name must be a word or more")
+    try:
+        if parse_json(encode(identity).decode("utf-8")) != identity:
+            raise ValueError("it would not read back equal")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RunError(f"the identity of system {identity['name']} is not JSON: {error}") from None
+    return identity
+
+
+def in_splits(case_set, splits, include_held_out=False):
+    """Return the cases of these splits, in the case set's order. Raises RunError for an unknown split, for
+    none, and for the held-out one unless it is asked for: it guards against tuning to the test."""
+    for split in splits:
+        if split not in SPLITS:
+            raise RunError(f"unknown split {split!r}; a split is {' or '.join(SPLITS)}")
+    if "held-out" in splits and not include_held_out:
+        raise RunError("the held-out split is not run: it guards against tuning to the test")
+    cases = [case for case in case_set["cases"] if case["split"] in splits]
+    if not cases:
+        raise RunError(f"{case_set['file']} has no case in the splits {', '.join(splits) or '(none)'}")
+    return cases
+
+
+def plan(case_set, splits, trials, include_held_out=False):
+    """Return an iterator over (case, trial) in trial-major order, so that a run that stops has run every case
+    equally often, plus or minus one. Raises RunError as `in_splits` does, and for fewer trials than one."""
+    cases = in_splits(case_set, splits, include_held_out)
+    if not 1 <= trials <= MAX_TRIALS:
+        raise RunError(f"{trials} trials: a plan has 1 to {MAX_TRIALS} of each case")
+    return ((case, trial) for trial in range(trials) for case in cases)
+
+
+# --- one trial --------------------------------------------------------------------------------------------
+
+def seed_of(system, trial):
+    """Return the seed of a trial: the same for every case and, unless a system says otherwise, every model."""
+    seed = ask(system, "seed_for", trial)
+    return SEED_BASE + trial if seed is None else seed
+
+
+def call(system, case, trial):
+    """Ask the system once; return (output, metadata, latency in seconds).
+
+    Raises what `respond` raises, with the latency as its attribute `latency_s`, and RunError where it returns
+    no Answer.
+    """
+    started = time.perf_counter()
+    try:
+        answer = system.respond(case, trial)
+    except Exception as error:
+        error.latency_s = time.perf_counter() - started
+        raise
+    latency_s = time.perf_counter() - started
+    if not isinstance(answer, Answer):
+        raise RunError(f"system {system.name} returned {type(answer).__name__}, not an Answer, "
+                       f"for case {case['id']}, trial {trial}")
+    return answer.output, answer.metadata, latency_s
+
+
+def ask(system, method, *args):
+    """Return what an optional method of a system returns, or None where it has no such method.
+
+    Raises RunError in place of any exception that is no Unavailable, Busy or RunError.
+    """
+    try:
+        return getattr(system, method)(*args) if hasattr(system, method) else None
+    except (RunError, Unavailable, Busy):
+        raise
+    except Exception as error:
+        raise RunError(f"{method} of system {system.name} raised {type(error).__name__}: {error}") from None
+
+
+def error_types(error):
+    """Return the class names of an exception, its own first, then those it is derived from, up to Exception."""
+    return [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, Exception)]
+
+
+def attempt(system, case, trial):
+    """Run one trial; return its result: a dict of `output` or `error`, `metadata` and `latency_s`.
+
+    An error is a dict of `types` and `message`, and `text` where a reply was received that could not be used.
+    Raises Unavailable or Busy where the model was not asked, and RunError where `respond` returns no Answer.
+    """
+    try:
+        output, metadata, latency_s = call(system, case, trial)
+        return loggable({"output": output, "metadata": metadata, "latency_s": round(latency_s, 6)}, system, trial)
+    except (Unavailable, Busy, RunError):
+        raise
+    except Exception as error:
+        return loggable(failed(error, system, trial), system, trial)
+
+
+def failed(error, system, trial):
+    """Return the result of a trial that raised `error`, with the seed, so that the trial can be run again alone."""
+    described = {"types": error_types(error), "message": str(error)[:MAX_TEXT]}
+    if getattr(error, "text", None) is not None:
+        described["text"] = str(error.text)[:MAX_TEXT]
+    return {"error": described, "metadata": {"seed": seed_of(system, trial)} | (getattr(error, "metadata", None) or {}),
+            "latency_s": round(error.latency_s, 6)}
+
+
+def loggable(result, system, trial):
+    """Return the result, or one of type UnloggableOutput in its place where it would not read back equal."""
+    try:
+        if parse_json(encode(result).decode("utf-8")) == result and isinstance(result["metadata"], dict):
+            return result
+        fault = "it would not read back equal"
+    except (TypeError, ValueError, RecursionError) as error:
+        fault = str(error)
+    refused = UnloggableOutput(f"what the system returned cannot be logged: {fault}".encode("ascii", "replace").decode())
+    refused.latency_s = result["latency_s"]
+    return failed(refused, system, trial)
+
+
+# --- digests of trials ------------------------------------------------------------------------------------
+
+class TrialDigest:
+    """A digest over trials that come in any order: the SHA-256 of each trial's own 32-byte SHA-256 (over its
+    canonical JSON), laid in order of trial, then case id."""
+
+    def __init__(self, trials):
+        self.trials = trials
+        self.digests = {}    # case id -> 32 bytes a trial; 32 zero bytes where there is none
+
+    def add(self, value):
+        """Add a trial: a dict of `case_id`, `trial` and what else counts."""
+        digests = self.digests.setdefault(value["case_id"], bytearray(32 * self.trials))
+        start = 32 * value["trial"]
+        digests[start:start + 32] = hashlib.sha256(encode(value, sort_keys=True)).digest()
+
+    def hexdigest(self):
+        """Return the digest of all trials that were added."""
+        whole = hashlib.sha256()
+        in_order = [self.digests[case_id] for case_id in sorted(self.digests)]
+        for start in range(0, 32 * self.trials, 32):
+            for digests in in_order:
+                one = digests[start:start + 32]
+                if any(one):
+                    whole.update(one)
+        return whole.hexdigest()
+
+
+def recorded(row):
+    """Return what a recording holds of a trial: the input of `recording_sha256`."""
+    held = "error" if "error" in row else "output"
+    return {key: row[key] for key in ("case_id", "trial", held, "metadata", "latency_s")}
+
+
+def not_run(case_id, trial):
+    """Return the recorded form of a planned trial that never ran."""
+    return {"case_id": case_id, "trial": trial,
+            "error": {"types": ["NotRun"], "message": "this planned trial was not run"},
+            "metadata": {}, "latency_s": None}
+
+
+def is_not_run(row):
+    """True for a planned trial that never ran."""
+    return "error" in row and row["error"]["types"][0] == "NotRun"
+
+
+# --- grading ----------------------------------------------------------------------------------------------
+
+def grade(case, trial, result, checks):
+    """Return (verdict, check, reason) for one trial's result (its `output` or `error`).
+
+    Only the expected error's own class is a pass: a reply that is not JSON raises JSONDecodeError, which is
+    derived from ValueError but is not the rejection of an input. Raises RunError where a check raises or
+    returns what is no reason: that is a fault of the task and not of the model.
+    """
+    if "error" in result:
+        kind = result["error"]["types"][0]
+        if kind == case.get("expected_error"):
+            return "pass", None, None
+        return "incomplete", None, f"{kind}: {result['error']['message']}"
+    if "expected_error" in case:
+        return "fail", "rejection", f"an output came back where {case['expected_error']} was expected"
+    for name, check in checks:
+        where = f"check {name}, case {case['id']}, trial {trial}"
+        try:
+            reason = check(case, result["output"])
+        except Exception as error:
+            raise RunError(f"{where}: the check raised {type(error).__name__}: {error}") from None
+        if not (reason is None or isinstance(reason, str)):
+            raise RunError(f"{where}: a check returns None or a reason, not {type(reason).__name__}")
+        if reason is not None:
+            return "fail", name, reason
+    return "pass", None, None
+
+
+def graded(case, row, run_id, checks):
+    """Return a run record's result for one recorded trial."""
+    verdict, check, reason = grade(case, row["trial"], row, checks)
+    return {"trial_id": f"{run_id}/{case['id']}/{row['trial']}", "case_id": case["id"], "class": case["class"],
+            "trial": row["trial"], "verdict": verdict, "check": check, "reason": reason,
+            "output": row.get("output"), "error": row.get("error"),
+            "metadata": row["metadata"] | {"recorded_latency_s": row["latency_s"]}}
+
+
+def manifest(recording, case_set, task, recording_sha256):
+    """Return a run record's manifest. `recording` is a dict with at least `run_id`, `system`, `splits`, `trials`."""
+    import platform
+    return {"harness_version": HARNESS_VERSION, "run_id": recording["run_id"],
+            "system": recording["system"] | {"mode": "replay"},
+            "task": {"name": task.name, "sha256": task.sha256},
+            "case_set": {key: case_set[key] for key in ("name", "sha256", "inputs_sha256")},
+            "splits": recording["splits"], "trials": recording["trials"], "recording_sha256": recording_sha256,
+            "graded_at": now(), "python": platform.python_version(), "platform": platform.platform()}
+
+
+def of_case_set(made_from, case_set, source):
+    """Raise RunError unless a log's header or a recording (`made_from`) was made from this case set."""
+    if made_from["case_set_sha256"] != case_set["sha256"]:
+        inputs = "the same inputs but other answers" if made_from["inputs_sha256"] == case_set["inputs_sha256"] \
+            else "other inputs"
+        raise RunError(f"{source} was made from case set {made_from['case_set_sha256'][:12]} with {inputs}; "
+                       f"{case_set['file']} is {case_set['sha256'][:12]}: name its own case set with --cases")
+
+
+def grade_recording(recording, case_set, task, source):
+    """Return the run record of a recording. Raises RunError where it is not a whole recording of these cases."""
+    keys = {"run_id": str, "system": dict, "case_set_sha256": str, "inputs_sha256": str, "splits": list,
+            "trials": int, "results": list}
+    if not isinstance(recording, dict) or not all(isinstance(recording.get(key), kind) for key, kind in keys.items()):
+        raise RunError(f"{source} is not a recording (`bench.py --convert` writes one)")
+    of_case_set(recording, case_set, source)
+    cases = {case["id"]: case for case in in_splits(case_set, recording["splits"], include_held_out=True)}
+    digest, results, seen = TrialDigest(recording["trials"]), [], set()
+    for number, row in enumerate(recording["results"], 1):
+        fault = row_fault(row, cases, recording["trials"])
+        if fault or (row["case_id"], row["trial"]) in seen:
+            raise RunError(f"{source}: result {number}: {fault or 'an earlier result is of the same trial'}")
+        seen.add((row["case_id"], row["trial"]))
+        digest.add(recorded(row))
+        results.append(graded(cases[row["case_id"]], row, recording["run_id"], task.checks))
+    if len(seen) != len(cases) * recording["trials"]:
+        raise RunError(f"{source} holds {len(seen)} of {len(cases) * recording['trials']} planned trials")
+    return {"manifest": manifest(recording, case_set, task, digest.hexdigest()), "results": results}
+
+
+def row_fault(row, case_ids, trials):
+    """Return what is wrong with one logged or recorded trial, or None. Without `case_ids` any case will do."""
+    if not isinstance(row, dict) or not isinstance(row.get("case_id"), str):
+        return "it is not a trial, which names its case"
+    if case_ids is not None and row["case_id"] not in case_ids:
+        return f"case {row['case_id']!r} is not in the plan"
+    if type(row.get("trial")) is not int or not 0 <= row["trial"] < trials:
+        return f"trial {row.get('trial')!r} is not in the plan of {trials}"
+    if ("output" in row) == ("error" in row):
+        return "a trial has exactly one of `output` and `error`"
+    if not isinstance(row.get("metadata"), dict):
+        return "`metadata` must be an object"
+    if "error" in row:
+        error = row["error"]
+        if not (isinstance(error, dict) and isinstance(error.get("message"), str)
+                and isinstance(error.get("types"), list) and error["types"]
+                and all(isinstance(kind, str) for kind in error["types"])
+                and isinstance(error.get("text", ""), str)):
+            return "`error` is `types` (a list of class names) and `message`"
+    latency_s = row.get("latency_s", "missing")
+    if not (type(latency_s) in (int, float) and latency_s >= 0 or (latency_s is None and is_not_run(row))):
+        return "`latency_s` must be a number of seconds"
+    return None
+
+
+def result_fault(result, case_ids, trials):
+    """Return what is wrong with one result of a run record, or None."""
+    if not isinstance(result, dict) or result.get("verdict") not in ("pass", "fail", "incomplete"):
+        return "it has no verdict"
+    if (result["verdict"] != "pass") != isinstance(result.get("reason"), str):
+        return "a reason goes with every verdict but pass"
+    if (result["verdict"] == "fail") != isinstance(result.get("check"), str):
+        return "a check goes with the verdict fail alone"
+    held = "output" if result.get("error") is None else "error"
+    row = {key: result.get(key) for key in ("case_id", "trial", held, "metadata")}
+    return row_fault(row | {"latency_s": (row["metadata"] or {}).get("recorded_latency_s", "missing")}, case_ids, trials)
+
+
+# --- command line -----------------------------------------------------------------------------------------
+
+def printable(text):
+    """Return `text` on one line, with nothing in it that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def run_command(main):
+    """Run a script's main() and return its exit status. Known trouble becomes one line `error: ...` and a 1."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")    # a console that lacks a character still shows the rest
+    try:
+        status = main()
+        sys.stdout.flush()
+        return status
+    except (RunError, Unavailable, Busy) as error:
+        message = str(error)
+    except BrokenPipeError:    # the reader of our output has gone (`| head`): nothing more to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except KeyboardInterrupt:
+        return 130
+    print("error:", printable(" ".join(message.split())), file=sys.stderr)
+    return 1
+
+
+def output_file(text):
+    """An argparse type: a file to write, which no trial log is: that is the original record."""
+    if text.endswith(".jsonl"):
+        raise argparse.ArgumentTypeError(f"{text}: the name of a trial log; name another file to write")
+    return text
+
+
+def add_benchmark_options(parser):
+    """Add --task and --cases, which every script that grades takes."""
+    parser.add_argument("--task", default="triage_task", metavar="MODULE",
+                        help="the task module (default: %(default)s)")
+    parser.add_argument("--cases", default=str(HERE / "cases.json"), metavar="F",
+                        help="the case set (default: cases.json beside the scripts)")
+
+
+def number_from(low, kind, high=math.inf):
+    """Return an argparse type: a finite number of `kind` (int or float) from `low` to `high`."""
+    def number(text):
+        value = kind(text)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low}" + f" to {high}" * (high < math.inf))
+        return value
+    number.__name__ = "number"
+    return number
+
+
+def junk(expected):
+    """Yield outputs that no check may let pass: nothing, and the expected answer with each field wrong in turn."""
+    yield from ({}, "", None, [], expected | {"junk": "junk"})
+    for field, right in expected.items():
+        yield {key: value for key, value in expected.items() if key != field}
+        flipped = [not right] if isinstance(right, bool) else []
+        for wrong in [None, "", "junk", -1, [], {}, [right], *flipped]:
+            if wrong != right or type(wrong) is not type(right):
+                yield expected | {field: wrong}
+
+
+def prove_checks(case_set, task):
+    """Return how many junk outputs the checks refused. Raises RunError where one passes."""
+    refused = 0
+    for case in case_set["cases"]:
+        for output in junk(case.get("expected", {})):
+            if grade(case, 0, {"output": output}, task.checks)[0] == "pass":
+                raise RunError(f"case {case['id']}: the checks of {task.name} let junk pass: {json.dumps(output)}")
+            refused += 1
+    return refused
+
+
+def record(system, case_set, splits, trials):
+    """Return the recording of a system, every planned trial run here and now and kept in memory."""
+    ask(system, "check_model")
+    head = {"run_id": new_run_id(), "harness_version": HARNESS_VERSION, "system": system_identity(system),
+            "case_set_sha256": case_set["sha256"], "inputs_sha256": case_set["inputs_sha256"],
+            "splits": splits, "trials": trials}
+    return head | {"results": [recorded({"case_id": case["id"], "trial": trial} | attempt(system, case, trial))
+                               for case, trial in plan(case_set, splits, trials)]}
+
+
+def new_run_id():
+    """Return a name for a run: its time and eight random hex digits."""
+    return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(4).hex()}"
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Check a case set, record a quick system, grade a recording.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="validate the case set and prove its checks")
+    recorder = commands.add_parser("record", help="record a quick system, everything in memory")
+    recorder.add_argument("--system", default="model_triage:embedded", metavar="MODULE:ATTRIBUTE")
+    recorder.add_argument("--trials", type=number_from(1, int, MAX_TRIALS), default=10, metavar="N")
+    recorder.add_argument("--out", required=True, type=output_file, metavar="F", help="the recording to write")
+    runner = commands.add_parser("run", help="grade a recording")
+    runner.add_argument("--recording", required=True, metavar="F")
+    runner.add_argument("--out", required=True, type=output_file, metavar="F", help="the run record to write")
+    for subparser in (check, recorder, runner):
+        add_benchmark_options(subparser)
+    args = parser.parse_args(argv)
+    task = load_task(args.task)
+    case_set = load_cases(args.cases, task)
+    if args.command == "check":
+        refused = prove_checks(case_set, task)
+        counts = ", ".join(f"{sum(case['split'] == split for case in case_set['cases'])} {split}" for split in SPLITS)
+        print(f"{case_set['file']}: {len(case_set['cases'])} cases ({counts}); every expected answer passes, "
+              f"and each of {refused} junk outputs is refused")
+    elif args.command == "record":
+        recording = record(load_system(args.system), case_set, ["development"], args.trials)
+        write(args.out, json_chunks(recording, "results"))
+        print(f"{args.out}: {len(recording['results'])} trials recorded")
+    else:
+        run_record = grade_recording(read_json(args.recording), case_set, task, args.recording)
+        write(args.out, json_chunks(run_record, "results"))
+        verdicts = [result["verdict"] for result in run_record["results"]]
+        print(f"{args.out}: {len(verdicts)} trials graded: "
+              + ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("pass", "fail", "incomplete")))
+    return 0
+
+
+if __name__ == "__main__":
+    import harness    # systems import this file by its name: run that copy, so that there is one Answer and not two
+    sys.exit(harness.run_command(harness.main))

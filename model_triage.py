@@ -1,0 +1,501 @@
+"""The systems under test: the inbox-triage prompt, sent to a model.
+
+    model_triage:embedded                           a small sampled model in plain Python, no server needed
+    model_triage:gemma, model_triage:qwen           two pinned models on Ollama
+    model_triage:ollama=TAG                         any model that is installed on Ollama
+    model_triage:openai=NAME --endpoint URL         any OpenAI-compatible server
+
+Every way in which a reply can go wrong has one name, an exception class here. Blank or missing input raises
+ValueError before any model is asked.
+"""
+import hashlib
+import http.client
+import io
+import json
+import math
+import os
+import random
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from functools import cached_property, partial
+
+import harness
+from harness import Answer, Busy, RunError, Unavailable
+from triage_task import CATEGORIES, SCHEMA
+
+MAX_BODY = 16 * 2**20    # bytes of a server's answer that are read
+ALIVE_TIMEOUT_S = 5
+
+PROMPT_TEXT = (
+    "You sort the inbox of an online shop. Read the customer's message and answer with JSON only: "
+    '{"category": "billing" | "delivery" | "account" | "other", "needs_human": true | false}. '
+    "billing: charges, refunds, invoices. delivery: parcels, tracking, delays. account: login, password, security. "
+    "other: everything else. needs_human is true when a person must look into the matter, "
+    "and false when a standard answer is enough."
+)
+PROMPT = {"name": "inbox-triage", "sha256": hashlib.sha256(PROMPT_TEXT.encode()).hexdigest()}
+
+
+class ReplyError(Exception):
+    """The model was asked and gave no usable answer. `text` is what came back, `metadata` what is known of it."""
+
+    def __init__(self, message, text=None, metadata=None):
+        super().__init__(message)
+        self.text, self.metadata = text, metadata
+
+
+class RefusedReply(ReplyError):
+    """The model or a content filter refused to answer."""
+
+
+class UnfinishedReply(ReplyError):
+    """The server ended the reply without finishing it."""
+
+
+class TruncatedReply(ReplyError):
+    """The reply was cut off at the token limit."""
+
+
+class EmptyReply(ReplyError):
+    """The reply has no content."""
+
+
+class MalformedReply(ReplyError):
+    """What came back is not the API's shape, too large, or no JSON."""
+
+
+class ReplyTimeout(ReplyError):
+    """The whole call took longer than it may."""
+
+
+class ConnectionCut(ReplyError):
+    """The connection was lost after the request was sent."""
+
+
+class ServerError(ReplyError):
+    """The server failed (5xx)."""
+
+
+class BadRequest(ReplyError):
+    """The server refused the request (4xx), or sent it elsewhere (3xx)."""
+
+
+def message_of(case):
+    """Return the case's message. Raises ValueError where it is blank or missing."""
+    if not (isinstance(case["input"], str) and case["input"].strip()):
+        raise ValueError("the message is blank or missing")
+    return case["input"]
+
+
+# --- the embedded model -----------------------------------------------------------------------------------
+
+class EmbeddedSystem:
+    """A stand-in for trying the tool with no server: weighted words, a softmax, a seeded draw.
+
+    It is a sampled model, so the same case can pass on one trial and fail on the next, but its weights were
+    set by hand: its results say nothing about any other model.
+    """
+
+    WORDS = {
+        "billing": {"charged": 3, "payments": 3, "card": 2, "refund": 4, "money": 2, "fee": 2.5, "invoice": 3, "pay": 1.5},
+        "delivery": {"parcel": 4, "tracking": 3, "carrier": 2, "order": 1.5, "promised": 1, "come": 1},
+        "account": {"account": 2.5, "password": 4, "log": 2, "closed": 2, "login": 3},
+        "other": {"which": 2, "better": 2, "lamps": 1.5, "oak": 1},
+    }
+    HUMAN = {"please": 1, "back": 2, "not": 1.5, "still": 2, "want": 1, "cannot": 2.5, "my": 0.5, "find": 0.5,
+             "where": -3, "which": -3}
+    name, version, mode, model, tools = "embedded-triage", "1", "live", "weighted-words", []
+    prompt = {"name": "word-weights", "sha256": harness.sha256_json([WORDS, HUMAN])}
+    sampling = {"temperature": 1.0, "seed_base": harness.SEED_BASE}
+
+    def respond(self, case, trial):
+        """Draw an answer. Raises ValueError for a blank or missing message."""
+        message, seed = message_of(case), harness.SEED_BASE + trial
+        words = re.findall(r"[a-z]+", message.lower())
+        draw = random.Random(f"{seed}:{message}")
+        temperature = self.sampling["temperature"]
+        scores = [sum(self.WORDS[category].get(word, 0) for word in words) for category in CATEGORIES]
+        weights = [math.exp((score - max(scores)) / temperature) for score in scores]
+        category = draw.choices(CATEGORIES, weights)[0]
+        human = sum(self.HUMAN.get(word, 0) for word in words) - 1
+        needs_human = draw.random() < 1 / (1 + math.exp(-human / temperature))
+        return Answer({"category": category, "needs_human": needs_human}, {"seed": seed, "temperature": temperature})
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------
+
+class _TimedRaw(io.RawIOBase):
+    """The bytes of a socket until a deadline, however slowly they come."""
+
+    def __init__(self, raw, sock, deadline):
+        self.raw, self.sock, self.deadline = raw, sock, deadline
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self.sock.settimeout(left)
+        return self.raw.readinto(buffer)
+
+    def close(self):
+        self.raw.close()
+        super().close()
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    """A response that must be read whole before a deadline."""
+
+    def __init__(self, sock, *args, deadline, **kwargs):
+        super().__init__(sock, *args, **kwargs)
+        self.fp = io.BufferedReader(_TimedRaw(self.fp.detach(), sock, deadline))
+
+
+class Server:
+    """A model's server: JSON over HTTP, on one kept-open connection a thread, bounded in time and size."""
+
+    def __init__(self, endpoint, timeout_s, start_hint):
+        """`endpoint` is an http or https URL. Raises RunError for any other."""
+        self.endpoint, self.timeout_s, self.start_hint = endpoint, timeout_s, start_hint
+        try:
+            parts = urllib.parse.urlsplit(endpoint)
+            self.host, self.port, self.secure = parts.hostname, parts.port, parts.scheme == "https"
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+                raise ValueError("it is not http://HOST or https://HOST with, if need be, a port and a path")
+        except ValueError as error:
+            raise RunError(f"endpoint {endpoint}: {error}") from None
+        self.path = parts.path.rstrip("/")
+        self.local = threading.local()
+
+    def _connection(self, deadline):
+        """Return this thread's connection: the kept one, unless the server has closed it meanwhile."""
+        connection = getattr(self.local, "connection", None)
+        if connection is not None and connection.sock is not None:
+            if not _readable(connection.sock):
+                return connection
+            connection.close()
+        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=max(0.001, deadline - time.monotonic()))
+        try:
+            connection.connect()
+        except (OSError, ValueError) as error:    # ValueError: a host name that no encoding can hold
+            raise Unavailable(f"{self.endpoint} cannot be reached: {_reason(error)}; {self.start_hint}") from None
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.local.connection = connection
+        return connection
+
+    def ask(self, method, path, body=None, timeout_s=None):
+        """Return (value, headers) of a JSON answer with a 2xx status.
+
+        Raises Unavailable or Busy where the model was not asked, and the ReplyError that fits where it was.
+        """
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        headers = {"Accept": "application/json"}
+        if body is not None:
+            body, headers["Content-Type"] = harness.encode(body), "application/json"
+        if key := os.environ.get("BENCH_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        connection = self._connection(deadline)
+        try:
+            connection.response_class = partial(_TimedResponse, deadline=deadline)
+            connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                connection.request(method, self.path + path, body, headers)
+            except OSError as error:
+                raise Unavailable(f"{self.endpoint} took no request: {_reason(error)}; {self.start_hint}") from None
+            response = connection.getresponse()
+            data = response.read(MAX_BODY + 1)
+            if len(data) > MAX_BODY:
+                raise MalformedReply(f"the answer is larger than {MAX_BODY} bytes")
+            if len(data) < int(response.headers.get("Content-Length") or 0):
+                raise ConnectionCut("the connection was lost in the middle of the answer", _text(data))
+            return self._judge(response.status, response.headers, data), response.headers
+        except BaseException as error:
+            connection.close()
+            raise self._named(error) from None
+
+    def _named(self, error):
+        if isinstance(error, TimeoutError):
+            return ReplyTimeout(f"no whole answer within {self.timeout_s:g} s")
+        if isinstance(error, (OSError, http.client.IncompleteRead, http.client.RemoteDisconnected)):
+            return ConnectionCut(f"the connection was lost before the whole answer came: {_reason(error)}")
+        if isinstance(error, (http.client.HTTPException, ValueError)):
+            return MalformedReply(f"the answer is not HTTP: {type(error).__name__}: {error}")
+        return error
+
+    def _judge(self, status, headers, data):
+        """Return the JSON value of an answer, or raise what its status means."""
+        said = f"{self.endpoint} answered {status}: {server_message(data)}"
+        if status in (401, 403):
+            raise Unavailable(f"{said}; does it want a key in BENCH_API_KEY?")
+        if status == 404:
+            raise Unavailable(said)
+        if status in (429, 503):
+            raise Busy(said, retry_after(headers))
+        if 300 <= status < 400:
+            raise BadRequest(f"{self.endpoint} answered {status}, a redirect to {headers.get('Location')}; "
+                             "it is not followed: name that server as the endpoint")
+        if status >= 500:
+            raise ServerError(said, _text(data))
+        if status >= 400:
+            raise BadRequest(said, _text(data))
+        try:
+            return harness.parse_json(data.decode("utf-8"))
+        except ValueError as error:
+            raise MalformedReply(f"the answer is not JSON: {error}", _text(data)) from None
+
+
+def _readable(sock):
+    """True if an idle connection has something to read: the server has closed it (or talks out of turn)."""
+    import select
+    return bool(select.select([sock], [], [], 0)[0])
+
+
+def _text(data):
+    return data.decode("utf-8", "replace")
+
+
+def _reason(error):
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def server_message(data):
+    """Return a server's own words from an error's body: `error`, `message` or `detail`, at whatever depth of
+    objects and of JSON inside strings, or the body itself; at most 500 characters."""
+    text = _text(data).strip()
+    for _ in range(6):
+        try:
+            value = harness.parse_json(text)
+        except ValueError:
+            break
+        while isinstance(value, dict):
+            value = next((value[key] for key in ("error", "message", "detail") if key in value), json.dumps(value))
+        text = value if isinstance(value, str) else json.dumps(value)
+        if not isinstance(value, str):
+            break
+    return text[:500] or "(no message)"
+
+
+def retry_after(headers):
+    """Return the seconds in a Retry-After header, given as a number or a date, or None."""
+    value = headers.get("Retry-After", "").strip()
+    if value.isascii() and value.isdigit():
+        return int(value[:9])
+    if value:
+        from email.utils import parsedate_to_datetime
+        try:
+            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        except (TypeError, ValueError, OverflowError):
+            pass
+    return None
+
+
+# --- chat systems -----------------------------------------------------------------------------------------
+
+class ChatSystem:
+    """The triage prompt on a chat server. A subclass says how its API is asked and read."""
+
+    version, mode, tools, prompt = "1", "live", [], PROMPT
+    settable = ("endpoint",)
+    server = None    # the server's name and version, once it was asked
+
+    def __init__(self, name, model, temperature=1.0, max_tokens=64, endpoint=None):
+        self.name, self.asked_model, self.endpoint = name, model, endpoint
+        self.sampling = {"api": self.API, "temperature": temperature, "max_tokens": max_tokens, "seed_base": harness.SEED_BASE,
+                         "format": "schema"}
+
+    @cached_property
+    def http(self):
+        """The server. Made when it is first needed, since making it can fail."""
+        return Server(self.endpoint, 120, self.START_HINT)
+
+    def respond(self, case, trial):
+        """Ask the model once. Raises ValueError for a blank or missing message, Unavailable or Busy where the
+        model was not asked, and json.JSONDecodeError or a ReplyError where it gave no usable answer."""
+        message, seed = message_of(case), harness.seed_of(self, trial)
+        metadata = {"seed": seed, "temperature": self.sampling["temperature"]}
+        messages = [{"role": "system", "content": PROMPT_TEXT}, {"role": "user", "content": message}]
+        try:
+            value, _ = self.http.ask("POST", self.PATH, self.request(messages, seed))
+            text = self.content(value, metadata)
+        except ReplyError as error:
+            error.metadata = metadata
+            raise
+        try:
+            return Answer(harness.parse_json(text), metadata)
+        except json.JSONDecodeError as error:
+            error.text, error.metadata = text, metadata
+            raise
+
+    def content(self, value, metadata):
+        """Return the text of a reply, and put what it says of itself into `metadata`. Raises the ReplyError that
+        fits; where several do, the first of: refused, unfinished, truncated, empty."""
+        try:
+            text, thinking, refusal, stop_reason = self.parts(value, metadata)
+        except (TypeError, LookupError, AttributeError) as error:
+            raise MalformedReply(f"the answer is not the API's shape: {type(error).__name__}: {error}",
+                                 json.dumps(value)) from None
+        metadata["stop_reason"] = stop_reason
+        into_thinking = ": the tokens went into thinking" if thinking and not text.strip() else ""
+        if refusal or stop_reason == "content_filter":
+            raise RefusedReply(f"the model refused: {refusal or 'content filter'}", text)
+        if stop_reason is None:
+            raise UnfinishedReply("the server ended the reply without finishing it", text)
+        if stop_reason == "length":
+            raise TruncatedReply(f"cut off at {self.sampling['max_tokens']} tokens{into_thinking}", text or thinking)
+        if not text.strip():
+            raise EmptyReply(f"the reply has no content{into_thinking}", thinking)
+        return text
+
+    def alive(self):
+        """True if the server answers at all."""
+        try:
+            self.http.ask("GET", self.ALIVE_PATH, timeout_s=ALIVE_TIMEOUT_S)
+        except (Unavailable, ReplyTimeout, ConnectionCut):
+            return False
+        except (Busy, ReplyError):
+            pass
+        return True
+
+
+def _string(value):
+    """Return a reply's text field, where missing text is empty. Raises TypeError for anything else."""
+    if not (value is None or isinstance(value, str)):
+        raise TypeError(f"a text is {type(value).__name__}")
+    return value or ""
+
+
+def _keep(metadata, **measured):
+    """Keep what a server measured. A number that it did not give is missing, never zero."""
+    for key, value in measured.items():
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+                raise TypeError(f"{key} is {type(value).__name__}")
+            metadata[key] = value
+
+
+class OllamaSystem(ChatSystem):
+    """A model on Ollama's own API. With a pinned digest it runs that model and no other; without one, the
+    digest of what is installed is looked up and becomes part of the identity."""
+
+    API, PATH, ALIVE_PATH = "ollama", "/api/chat", "/api/version"
+    START_HINT = "start it with `ollama serve`, or name it with --endpoint"
+
+    def __init__(self, name, tag, digest=None, endpoint=None, **options):
+        super().__init__(name, tag, endpoint=endpoint or "http://127.0.0.1:11434", **options)
+        self.digest = digest
+        self.sampling |= {"think": False, "truncate": False}
+
+    @cached_property
+    def model(self):
+        return f"{self.asked_model}@{self.digest or self.installed_digest()}"
+
+    def installed_digest(self):
+        """Return the first 12 hex digits of the installed model's digest. Raises RunError where there is none."""
+        value, _ = self.http.ask("GET", "/api/tags")
+        try:
+            installed = {model["name"]: model["digest"].removeprefix("sha256:")[:12] for model in value["models"]}
+        except (TypeError, LookupError, AttributeError):
+            raise RunError(f"{self.endpoint} does not answer /api/tags as Ollama does") from None
+        tag = self.asked_model if ":" in self.asked_model.rpartition("/")[2] else f"{self.asked_model}:latest"
+        if tag not in installed:
+            raise RunError(f"{tag} is not installed at {self.endpoint} (it has {', '.join(installed) or 'no model'}); "
+                           f"run `ollama pull {tag}`")
+        return installed[tag]
+
+    def check_model(self):
+        """Raises RunError where the model is not installed or not at the digest of the system's identity."""
+        installed, wanted = self.installed_digest(), self.model.rpartition("@")[2]
+        if installed != wanted:
+            raise RunError(f"{self.asked_model} at {self.endpoint} has the digest {installed}, not the pinned {wanted}; "
+                           f"model_triage:ollama={self.asked_model} runs what is installed")
+        value, _ = self.http.ask("GET", "/api/version")
+        self.server = f"ollama {value.get('version')}" if isinstance(value, dict) else None
+
+    def request(self, messages, seed):
+        """Return the body of a chat request."""
+        return {"model": self.asked_model, "messages": messages, "stream": False, "think": False, "truncate": False,
+                "format": SCHEMA, "options": {"temperature": self.sampling["temperature"],
+                                              "num_predict": self.sampling["max_tokens"], "seed": seed}}
+
+    def parts(self, value, metadata):
+        """Return (text, thinking, refusal, stop reason) of a chat reply."""
+        seconds = {key: value[field] / 1e9 for key, field in (
+            ("load_s", "load_duration"), ("prompt_s", "prompt_eval_duration"), ("generation_s", "eval_duration"))
+            if field in value}
+        _keep(metadata, model=value.get("model"), server=self.server, tokens_in=value.get("prompt_eval_count"),
+              tokens_out=value.get("eval_count"), **seconds)
+        message = value["message"]
+        stop_reason = value.get("done_reason") if value["done"] else None
+        return _string(message.get("content")), _string(message.get("thinking")), "", stop_reason
+
+
+class OpenAISystem(ChatSystem):
+    """A model on an OpenAI-compatible server."""
+
+    API, PATH, ALIVE_PATH = "openai", "/v1/chat/completions", "/v1/models"
+    START_HINT = "start the model's server, or name it with --endpoint URL"
+
+    def __init__(self, name, model, endpoint=None, **options):
+        if not endpoint:
+            raise RunError(f"model_triage:openai={model} needs --endpoint URL")
+        super().__init__(name, model, endpoint=endpoint.rstrip("/").removesuffix("/v1"), **options)
+        self.model = model
+
+    def check_model(self):
+        """Raises RunError where the server lists its models and this one is not among them."""
+        try:
+            value, headers = self.http.ask("GET", "/v1/models")
+        except Unavailable as error:
+            if "answered 404" not in str(error):
+                raise
+            return    # not every server lists its models
+        except ReplyError:
+            return
+        self.server = headers.get("Server")
+        try:
+            served = [model["id"] for model in value["data"]]
+        except (TypeError, LookupError):
+            return
+        if self.model not in served:
+            raise RunError(f"{self.endpoint} does not serve {self.model}; it serves {', '.join(map(str, served))}")
+
+    def request(self, messages, seed):
+        """Return the body of a chat completion request."""
+        return {"model": self.model, "messages": messages, "temperature": self.sampling["temperature"],
+                "max_tokens": self.sampling["max_tokens"], "seed": seed, "response_format": {
+                    "type": "json_schema", "json_schema": {"name": "triage", "strict": True, "schema": SCHEMA}}}
+
+    def parts(self, value, metadata):
+        """Return (text, thinking, refusal, stop reason) of a chat completion."""
+        usage, timings = value.get("usage") or {}, value.get("timings") or {}
+        if usage.get("prompt_tokens"):    # all zero where the server did not count
+            _keep(metadata, tokens_in=usage["prompt_tokens"], tokens_out=usage.get("completion_tokens"))
+        seconds = {key: timings[field] / 1e3 for key, field in (("prompt_s", "prompt_ms"), ("generation_s", "predicted_ms"))
+                   if field in timings}
+        _keep(metadata, model=value.get("model"), server=value.get("system_fingerprint") or self.server, **seconds)
+        choice = value["choices"][0]
+        message = choice["message"]
+        thinking = message.get("reasoning_content") or message.get("reasoning")
+        return (_string(message.get("content")), _string(thinking), _string(message.get("refusal")),
+                choice["finish_reason"])
+
+
+def ollama(tag, **options):
+    """Return the system of any model that is installed on Ollama."""
+    return OllamaSystem(f"model-triage-{tag.lower()}", tag, **options)
+
+
+def openai(model, **options):
+    """Return the system of a model on an OpenAI-compatible server, which `endpoint` names."""
+    return OpenAISystem(f"model-triage-{model.lower()}", model, **options)
+
+
+embedded = EmbeddedSystem()
+gemma = OllamaSystem("model-triage-gemma4", "gemma4:e2b", "b37049369adf")
+qwen = OllamaSystem("model-triage-qwen3.5", "qwen3.5:0.8b", "de63045f2975")
