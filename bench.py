@@ -10,6 +10,7 @@ resumes it: no trial that it holds is run twice, and only the same benchmark con
 """
 import argparse
 import errno
+import json
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ BENCH_VERSION = "1"
 COMPARED = ("bench_version", "harness_version", "inputs_sha256", "case_set_sha256", "system", "splits", "trials", "shard")
 DESCRIBING = ("budget_s", "workers", "environment", "endpoint", "server", "task", "cases")
 SERVER_FAILURES = {"ReplyTimeout", "ConnectionCut", "ServerError", "MalformedReply"}
+MODEL_OPTIONS = ("endpoint", "timeout_s", "temperature", "max_tokens", "top_p", "format", "think", "extra_body")
 LONGEST_PAUSE_S = 30
 LONGEST_RETRY_AFTER_S = 120
 LOCK_BYTE = 1 << 40    # Windows locks bytes: one far behind the end leaves readers alone
@@ -235,14 +237,16 @@ def to_recording(path, case_set):
 class Run:
     """The trials still to run, shared by the workers: what is next, what ends the run, what was done."""
 
-    def __init__(self, system, log, todo, budget_s, patience_s):
+    def __init__(self, system, log, todo, budget_s=None, patience_s=0, request_delay_s=0):
         self.system, self.log, self.todo, self.patience_s = system, log, todo, patience_s
-        self.ends_at = time.monotonic() + budget_s if budget_s is not None else float("inf")
+        self.began_at = self.next_start = time.monotonic()
+        self.ends_at = self.began_at + budget_s if budget_s is not None else float("inf")
+        self.request_delay_s = request_delay_s
         self.lock = threading.Lock()
         self.stopping = threading.Event()
         self.fault = None
         self.stopped_by_budget = False
-        self.ran = 0
+        self.ran = self.incomplete = 0
         self.failures = 0    # server failures in a row
 
     def work(self):
@@ -255,7 +259,7 @@ class Run:
                 row = self.call(*planned)
                 if row is None:
                     return
-                self.append(row)
+                self.append(row, *planned)
         except BaseException as fault:    # raised again in the main thread, by `execute`
             self.fault = self.fault or fault
             self.stopping.set()
@@ -278,6 +282,8 @@ class Run:
         """
         def attempt():
             self.ask_for_life()
+            if not self.keep_pace():
+                return None
             return harness.now(), harness.attempt(self.system, case, trial)
         waited_for = (harness.Unavailable, harness.Busy) if self.ran else harness.Busy
         answer, waits, waited_s = patiently(attempt, waited_for, self.patience_s, self.pause)
@@ -295,19 +301,28 @@ class Run:
                 raise harness.Unavailable("the server failed three times in a row and gives no sign of life")
             self.failures = 0
 
+    def keep_pace(self):
+        """Wait until the next request may start; return False where the run stops meanwhile."""
+        with self.lock:
+            now = time.monotonic()
+            starts_at = max(now, self.next_start)
+            self.next_start = starts_at + self.request_delay_s
+        return starts_at == now or self.pause(starts_at - now)
+
     def pause(self, seconds):
         """Wait; return False where the run stops meanwhile."""
         stopped = self.stopping.wait(max(0, min(seconds, self.ends_at - time.monotonic())))
         return not stopped and not self.budget_spent()
 
-    def append(self, row):
+    def append(self, row, case, trial):
         """Log a trial that has ended. After an interrupt the log is closed, and the trial is dropped."""
+        error = row["error"]["types"][0] if "error" in row else None
         with self.lock:
             if not self.log.closed:
                 self.log.append(row)
                 self.ran += 1
-                failed = row.get("error", {}).get("types", [None])[0] in SERVER_FAILURES
-                self.failures = self.failures + 1 if failed else 0
+                self.incomplete += error not in (None, case.get("expected_error"))
+                self.failures = self.failures + 1 if error in SERVER_FAILURES else 0
 
 
 def patiently(ask, waited_for, patience_s, pause):
@@ -337,8 +352,16 @@ def pause_before_retry(away, waits):
     return min(2 ** waits, LONGEST_PAUSE_S) if asked is None else min(asked, LONGEST_RETRY_AFTER_S)
 
 
-def execute(run, workers):
-    """Run the workers to their end. Raises what stopped one of them, or Interrupted."""
+def progress(run, planned):
+    """Return a line on how far the run is: done of planned, rate, time left, incomplete so far."""
+    rate = run.ran / (time.monotonic() - run.began_at)
+    left = (planned - run.log.count) / rate if rate else 0
+    return f"{run.log.count} of {planned} trials, {rate:.2f} a second, " \
+           f"{left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f} left, {run.incomplete} incomplete so far"
+
+
+def execute(run, workers, show=None):
+    """Run the workers to their end, calling `show` twice a second. Raises what stopped one, or Interrupted."""
     threads = [threading.Thread(target=run.work, daemon=True) for _ in range(workers)]
     try:
         for thread in threads:
@@ -346,6 +369,8 @@ def execute(run, workers):
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.5)    # with a limit, since Windows delivers no signal to a thread that just waits
+                if show:
+                    show()
     finally:
         run.stopping.set()
         with run.lock:
@@ -377,21 +402,21 @@ def new_header(system, case_set, task, args):
             "run_id": harness.new_run_id(), "started_at": harness.now(),
             "inputs_sha256": case_set["inputs_sha256"], "case_set_sha256": case_set["sha256"],
             "system": harness.system_identity(system), "splits": ["development"], "trials": args.trials, "shard": None,
-            "budget_s": args.budget_s, "workers": 1,
+            "budget_s": args.budget_s, "workers": args.workers,
             "environment": {"python": platform.python_version(), "platform": platform.platform(),
                             "hardware": args.hardware},
             "endpoint": getattr(system, "endpoint", None), "server": None,
             "task": {"name": task.name, "sha256": task.sha256}, "cases": case_set["file"]}
 
 
-def open_log(path, header, case_set, system, patience_s):
+def open_log(path, header, case_set, make_ready):
     """Return the log at `path`, begun or resumed, locked, with all its trials read and checked.
 
-    The system is asked whether its model is there before a new log is begun or an old one is added to. Raises
-    RunError for a log that this benchmark may not continue, which stays as it was.
+    make_ready(), which returns the server's name and version, is called before a new log is begun or an old one
+    is added to. Raises RunError for a log that this benchmark may not continue, which stays as it was.
     """
     if not os.path.exists(path):
-        header["server"] = check_model(system, patience_s)
+        header["server"] = make_ready()
         harness.write(path, [harness.encode(header).decode() + "\n"], over=False)
     log = TrialLog(path, {case["id"] for case in harness.in_splits(case_set, header["splits"])}, writable=True)
     try:
@@ -399,7 +424,7 @@ def open_log(path, header, case_set, system, patience_s):
         for _ in log.rows():
             pass
         if log.header["run_id"] != header["run_id"] and log.count < planned_trials(log, case_set):
-            header["server"] = check_model(system, patience_s)
+            header["server"] = make_ready()
             log.append({"resumed_at": harness.now()} | {key: header[key] for key in DESCRIBING})
     except BaseException:
         log.close()
@@ -412,12 +437,13 @@ def planned_trials(log, case_set):
     return len(harness.in_splits(case_set, log.header["splits"])) * log.header["trials"]
 
 
-def check_model(system, patience_s):
-    """Let the system look whether its model is there, where it can; return its server's name and version.
+def make_ready(system, patience_s, warm_up):
+    """Let the system look whether its model is there, and load it; return its server's name and version.
 
-    A server that is busy loading the model is waited for; one that cannot be reached is an error at once.
+    A server that is busy loading is waited for; one that cannot be reached is an error at once.
     """
-    patiently(lambda: harness.ask(system, "check_model"), harness.Busy, patience_s, lambda s: time.sleep(s) or True)
+    for step in ("check_model", "warm_up") if warm_up else ("check_model",):
+        patiently(lambda: harness.ask(system, step), harness.Busy, patience_s, lambda s: time.sleep(s) or True)
     return getattr(system, "server", None)
 
 
@@ -435,18 +461,43 @@ def convert(path, case_set, out):
     return 0
 
 
-def run_benchmark(system, case_set, task, path, args):
+def missing_trials(log, case_set):
+    """Yield the planned (case, trial) that a log lacks, in trial-major order."""
+    for case, trial in harness.plan(case_set, log.header["splits"], log.header["trials"]):
+        if not log.holds(case["id"], trial):
+            yield case, trial
+
+
+def dry_run(system, case_set, path, header):
+    """Print what a run would do, and the first request's body where the system can tell it. Nothing is changed."""
+    todo = harness.plan(case_set, header["splits"], header["trials"])
+    planned, logged = header["trials"] * len(harness.in_splits(case_set, header["splits"])), 0
+    if os.path.exists(path):
+        log = TrialLog(path, {case["id"] for case in case_set["cases"]})
+        refuse_other_benchmark(path, log.header, header)
+        logged, todo = sum(1 for _ in log.rows()), missing_trials(log, case_set)
+    print(f"{harness.printable(system.name)}: planned {planned}, already logged {logged}, to run {planned - logged}; "
+          f"log {path}")
+    asked = next(((case, trial) for case, trial in todo if "expected_error" not in case), None)
+    if asked and hasattr(system, "request"):
+        print(json.dumps(system.request(*asked), ensure_ascii=False, indent=1))
+    return 0
+
+
+def run_benchmark(system, case_set, header, path, args):
     """Run what the log lacks, print the counts line and return the exit status."""
-    log = open_log(path, new_header(system, case_set, task, args), case_set, system, args.patience_s)
+    log = open_log(path, header, case_set, lambda: make_ready(system, args.patience_s, args.warmup))
     planned, logged, status = planned_trials(log, case_set), log.count, 0
-    todo = ((case, trial) for case, trial in harness.plan(case_set, log.header["splits"], args.trials)
-            if not log.holds(case["id"], trial))
-    run = Run(system, log, todo, args.budget_s, args.patience_s)
+    run = Run(system, log, missing_trials(log, case_set), args.budget_s, args.patience_s, args.request_delay_s)
+    shown = sys.stderr.isatty() and not args.quiet
     try:
-        execute(run, workers=1)
+        execute(run, args.workers, (lambda: print(f"\r{progress(run, planned):79}", end="", file=sys.stderr, flush=True))
+                if shown else None)
     except Interrupted as signal:
         status = 128 + signal.args[0]
     finally:
+        if shown:
+            print("\r" + " " * 79, end="\r", file=sys.stderr, flush=True)
         note = " (stopped by the time budget)" if run.stopped_by_budget else ""
         print(harness.printable(system.name) + f": planned {planned}, already logged {logged}, ran {run.ran}, "
               f"not run {planned - log.count}" + note, flush=True)
@@ -455,6 +506,30 @@ def run_benchmark(system, case_set, task, path, args):
     elif logged == planned:
         print(f"nothing to run: {path} holds every planned trial", file=sys.stderr)
     return status
+
+
+def json_object(text):
+    """An argparse type: a JSON object."""
+    value = harness.parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
+def add_model_options(parser):
+    """Add what a factory (module:attribute=MODEL) takes. All but the first two shape the draw, and so are part
+    of the system's identity."""
+    group = parser.add_argument_group("for systems that ask a server")
+    group.add_argument("--endpoint", metavar="URL", help="where the server is")
+    group.add_argument("--timeout-s", type=harness.number_from(0.001, float, 86400), metavar="S",
+                       help="bound on a whole call (default: 120)")
+    group.add_argument("--temperature", type=harness.number_from(0, float), metavar="T", help="default: 1")
+    group.add_argument("--max-tokens", type=harness.number_from(1, int), metavar="N", help="default: 64")
+    group.add_argument("--top-p", type=harness.number_from(0, float, 1), metavar="P", help="default: the server's own")
+    group.add_argument("--format", choices=("schema", "json", "none"),
+                       help="how the reply's form is asked for (default: schema); none for servers that refuse one")
+    group.add_argument("--think", choices=("on", "off"), help="thinking, on Ollama (default: off)")
+    group.add_argument("--extra-body", type=json_object, metavar="JSON", help="an object merged into each request")
 
 
 def main(argv=None):
@@ -468,22 +543,31 @@ def main(argv=None):
                         help="start no new trial after S seconds")
     parser.add_argument("--patience-s", type=harness.number_from(0, float), default=120, metavar="S",
                         help="how long to keep trying a server that went away or is busy (default: %(default)s)")
-    parser.add_argument("--endpoint", metavar="URL", help="where the system's server is, for systems that have one")
+    parser.add_argument("--workers", type=harness.number_from(1, int, 1000), default=1, metavar="N",
+                        help="calls in flight at a time (default: %(default)s)")
+    parser.add_argument("--request-delay-s", type=harness.number_from(0, float), default=0, metavar="S",
+                        help="start requests at least S seconds apart")
+    parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="do not load the model before trial 0")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and the first request; run nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress line")
     parser.add_argument("--hardware", metavar="TEXT", help="what the model runs on, for the log's header")
     parser.add_argument("--convert", type=harness.output_file, metavar="RECORDING",
                         help="run nothing; write the log as a recording")
     harness.add_benchmark_options(parser)
+    add_model_options(parser)
     args = parser.parse_args(argv)
     stop_on_signals()
     try:
         task = harness.load_task(args.task)
         case_set = harness.load_cases(args.cases, task)
-        options = {"endpoint": args.endpoint} if args.endpoint else {}
+        options = {name: value for name in MODEL_OPTIONS if (value := getattr(args, name)) is not None}
         system = None if args.convert and args.log else harness.load_system(args.system, **options)
         path = args.log or default_log(system.name)
         if args.convert:
             return convert(path, case_set, args.convert)
-        return run_benchmark(system, case_set, task, path, args)
+        header = new_header(system, case_set, task, args)
+        return dry_run(system, case_set, path, header) if args.dry_run else \
+            run_benchmark(system, case_set, header, path, args)
     except Interrupted as signal:    # before the first trial
         return 128 + signal.args[0]
 

@@ -287,12 +287,10 @@ def load_system(spec, **options):
         raise RunError(f"module {module_name} ({module.__file__}) has no {attribute}")
     system = getattr(module, attribute)
     if is_factory:
-        import inspect
         try:
-            inspect.signature(system).bind(model, **options)
+            system = system(model, **options)
         except TypeError as error:
             raise RunError(f"system {spec} cannot be made with these options: {error}") from None
-        system = system(model, **options)
     elif options:
         for name, value in options.items():
             if name not in getattr(system, "settable", ()):
@@ -306,10 +304,14 @@ def load_system(spec, **options):
 
 def system_identity(system):
     """Return the dict of what makes a system that system (IDENTITY). Raises RunError where it is incomplete."""
-    missing = [key for key in IDENTITY if not hasattr(system, key)]
-    if missing:
-        raise RunError(f"the system lacks {', '.join(missing)}")
-    identity = {key: getattr(system, key) for key in IDENTITY}    # may look the model up
+    try:
+        identity = {key: getattr(system, key) for key in IDENTITY}    # which may look the model up on its server
+    except AttributeError as error:
+        raise RunError(f"the system is incomplete: {error}") from None
+    except (RunError, Unavailable, Busy):
+        raise
+    except Exception as error:
+        raise RunError(f"the system cannot be identified: {type(error).__name__}: {error}") from None
     if not (isinstance(identity["name"], str) and identity["name"].strip()):
         raise RunError("the system's name must be a word or more")
     try:

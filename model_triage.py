@@ -5,6 +5,7 @@
     model_triage:ollama=TAG                         any model that is installed on Ollama
     model_triage:openai=NAME --endpoint URL         any OpenAI-compatible server
 
+A key in BENCH_API_KEY is sent as a bearer token, and shows up nowhere. OLLAMA_HOST is read as Ollama reads it.
 Every way in which a reply can go wrong has one name, an exception class here. Blank or missing input raises
 ValueError before any model is asked.
 """
@@ -160,17 +161,42 @@ class Server:
     """A model's server: JSON over HTTP, on one kept-open connection a thread, bounded in time and size."""
 
     def __init__(self, endpoint, timeout_s, start_hint):
-        """`endpoint` is an http or https URL. Raises RunError for any other."""
-        self.endpoint, self.timeout_s, self.start_hint = endpoint, timeout_s, start_hint
+        """`endpoint` is an http or https URL. Raises RunError for any other, and for a key that cannot be sent."""
+        self.timeout_s, self.start_hint, self.local = timeout_s, start_hint, threading.local()
         try:
             parts = urllib.parse.urlsplit(endpoint)
-            self.host, self.port, self.secure = parts.hostname, parts.port, parts.scheme == "https"
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            if parts.username or parts.password:    # and never show them
+                raise RunError(f"the endpoint at {parts.hostname} has a user name or password in it; "
+                               "take it out, and put the server's key into BENCH_API_KEY")
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment \
+                    or re.search(r"[\s\x00-\x1f]", endpoint):
                 raise ValueError("it is not http://HOST or https://HOST with, if need be, a port and a path")
+            self.secure = parts.scheme == "https"
+            self.port = parts.port or (443 if self.secure else 80)
         except ValueError as error:
             raise RunError(f"endpoint {endpoint}: {error}") from None
-        self.path = parts.path.rstrip("/")
-        self.local = threading.local()
+        self.endpoint = endpoint
+        # A server that listens on every address is asked on this machine's own.
+        self.host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(parts.hostname, parts.hostname)
+        self.path = urllib.parse.quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
+        self.key = os.environ.get("BENCH_API_KEY", "").strip()
+        if not (self.key.isascii() and (self.key + "x").isprintable()):
+            raise RunError("BENCH_API_KEY holds a character that no HTTP header can carry")
+
+    @cached_property
+    def proxy(self):
+        """The proxy's URL, split, or None. This machine itself is never asked through one."""
+        if _is_loopback(self.host):
+            return None
+        import urllib.request
+        proxies = urllib.request.getproxies()
+        url = proxies.get("https" if self.secure else "http") or proxies.get("all")
+        if not url or urllib.request.proxy_bypass(self.host):
+            return None
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme != "http" or not parts.hostname:
+            raise RunError(f"the proxy for {self.endpoint} is no http:// proxy, and no other kind is known")
+        return parts
 
     def _connection(self, deadline):
         """Return this thread's connection: the kept one, unless the server has closed it meanwhile."""
@@ -180,32 +206,48 @@ class Server:
                 return connection
             connection.close()
         kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=max(0.001, deadline - time.monotonic()))
+        host, port = (self.proxy.hostname, self.proxy.port or 80) if self.proxy else (self.host, self.port)
         try:
+            addresses = len(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            connection = kind(host, port, timeout=max(0.001, deadline - time.monotonic()) / addresses)
+            connection.response_class = partial(_TimedResponse, deadline=deadline)
+            if self.proxy and self.secure:
+                connection.set_tunnel(self.host, self.port, self._proxy_headers())
             connection.connect()
-        except (OSError, ValueError) as error:    # ValueError: a host name that no encoding can hold
+        except (OSError, ValueError, http.client.HTTPException) as error:    # ValueError: no name that can be looked up
             raise Unavailable(f"{self.endpoint} cannot be reached: {_reason(error)}; {self.start_hint}") from None
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.local.connection = connection
         return connection
+
+    def _proxy_headers(self):
+        if not (self.proxy and self.proxy.username):
+            return {}
+        import base64
+        pair = f"{urllib.parse.unquote(self.proxy.username)}:{urllib.parse.unquote(self.proxy.password or '')}"
+        return {"Proxy-Authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
 
     def ask(self, method, path, body=None, timeout_s=None):
         """Return (value, headers) of a JSON answer with a 2xx status.
 
         Raises Unavailable or Busy where the model was not asked, and the ReplyError that fits where it was.
         """
-        deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        headers = {"Accept": "application/json"}
+        timeout_s = timeout_s or self.timeout_s
+        deadline = time.monotonic() + timeout_s
+        headers, url = {"Accept": "application/json"}, self.path + path
         if body is not None:
             body, headers["Content-Type"] = harness.encode(body), "application/json"
-        if key := os.environ.get("BENCH_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        if self.proxy and not self.secure:
+            host = f"[{self.host}]" if ":" in self.host else self.host
+            url, headers = f"http://{host}:{self.port}{url}", headers | self._proxy_headers()
         connection = self._connection(deadline)
         try:
             connection.response_class = partial(_TimedResponse, deadline=deadline)
             connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
             try:
-                connection.request(method, self.path + path, body, headers)
+                connection.request(method, url, body, headers)
             except OSError as error:
                 raise Unavailable(f"{self.endpoint} took no request: {_reason(error)}; {self.start_hint}") from None
             response = connection.getresponse()
@@ -213,41 +255,61 @@ class Server:
             if len(data) > MAX_BODY:
                 raise MalformedReply(f"the answer is larger than {MAX_BODY} bytes")
             if len(data) < int(response.headers.get("Content-Length") or 0):
-                raise ConnectionCut("the connection was lost in the middle of the answer", _text(data))
+                raise ConnectionCut("the connection was lost in the middle of the answer", self._shown(data))
             return self._judge(response.status, response.headers, data), response.headers
         except BaseException as error:
             connection.close()
-            raise self._named(error) from None
-
-    def _named(self, error):
-        if isinstance(error, TimeoutError):
-            return ReplyTimeout(f"no whole answer within {self.timeout_s:g} s")
-        if isinstance(error, (OSError, http.client.IncompleteRead, http.client.RemoteDisconnected)):
-            return ConnectionCut(f"the connection was lost before the whole answer came: {_reason(error)}")
-        if isinstance(error, (http.client.HTTPException, ValueError)):
-            return MalformedReply(f"the answer is not HTTP: {type(error).__name__}: {error}")
-        return error
+            raise _named(error, timeout_s) from None
 
     def _judge(self, status, headers, data):
         """Return the JSON value of an answer, or raise what its status means."""
-        said = f"{self.endpoint} answered {status}: {server_message(data)}"
+        if 200 <= status < 300:
+            try:
+                return harness.parse_json(data.decode("utf-8"))
+            except ValueError as error:
+                raise MalformedReply(f"the answer is not JSON: {error}", self._shown(data)) from None
+        said = f"{self.endpoint} answered {status}: {server_message(self._shown(data))}"
         if status in (401, 403):
-            raise Unavailable(f"{said}; does it want a key in BENCH_API_KEY?")
-        if status == 404:
-            raise Unavailable(said)
+            raise Unavailable(f"{said}; is the right key in BENCH_API_KEY?")
+        if status == 404:    # no such model, or no such API: nothing was asked either way
+            raise NotFound(said)
         if status in (429, 503):
             raise Busy(said, retry_after(headers))
         if 300 <= status < 400:
             raise BadRequest(f"{self.endpoint} answered {status}, a redirect to {headers.get('Location')}; "
                              "it is not followed: name that server as the endpoint")
-        if status >= 500:
-            raise ServerError(said, _text(data))
-        if status >= 400:
-            raise BadRequest(said, _text(data))
-        try:
-            return harness.parse_json(data.decode("utf-8"))
-        except ValueError as error:
-            raise MalformedReply(f"the answer is not JSON: {error}", _text(data)) from None
+        if 400 <= status < 500:
+            raise BadRequest(said, self._shown(data))
+        raise ServerError(said, self._shown(data))
+
+    def _shown(self, data):
+        """Return an answer's text, without the key that a server may have sent back."""
+        text = data.decode("utf-8", "replace")
+        return text.replace(self.key, "[BENCH_API_KEY]") if self.key else text
+
+
+class NotFound(Unavailable):
+    """The server is there and has no such model, or no such API (404)."""
+
+
+def _named(error, timeout_s):
+    """Return the error that names what went wrong after a request was sent."""
+    if isinstance(error, TimeoutError):
+        return ReplyTimeout(f"no whole answer within {timeout_s:g} s")
+    if isinstance(error, (OSError, http.client.IncompleteRead)):
+        return ConnectionCut(f"the connection was lost before the whole answer came: {_reason(error)}")
+    if isinstance(error, (http.client.HTTPException, ValueError)):
+        return MalformedReply(f"the answer is not HTTP: {type(error).__name__}: {error}")
+    return error
+
+
+def _is_loopback(host):
+    """True for a name or address of this machine itself."""
+    import ipaddress
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _readable(sock):
@@ -256,18 +318,14 @@ def _readable(sock):
     return bool(select.select([sock], [], [], 0)[0])
 
 
-def _text(data):
-    return data.decode("utf-8", "replace")
-
-
 def _reason(error):
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def server_message(data):
+def server_message(text):
     """Return a server's own words from an error's body: `error`, `message` or `detail`, at whatever depth of
     objects and of JSON inside strings, or the body itself; at most 500 characters."""
-    text = _text(data).strip()
+    text = text.strip()
     for _ in range(6):
         try:
             value = harness.parse_json(text)
@@ -301,27 +359,39 @@ class ChatSystem:
     """The triage prompt on a chat server. A subclass says how its API is asked and read."""
 
     version, mode, tools, prompt = "1", "live", [], PROMPT
-    settable = ("endpoint",)
+    settable = ("endpoint", "timeout_s")    # where it is reached and how patiently: no part of its identity
     server = None    # the server's name and version, once it was asked
 
-    def __init__(self, name, model, temperature=1.0, max_tokens=64, endpoint=None):
-        self.name, self.asked_model, self.endpoint = name, model, endpoint
-        self.sampling = {"api": self.API, "temperature": temperature, "max_tokens": max_tokens, "seed_base": harness.SEED_BASE,
-                         "format": "schema"}
+    def __init__(self, name, model, endpoint=None, timeout_s=120, temperature=1.0, max_tokens=64, top_p=None,
+                 format="schema", extra_body=None):
+        """`format` is how the reply's form is asked for: the task's "schema", "json" or "none". `extra_body` is
+        an object merged into each request. Raises RunError where it would set what the bench itself sets."""
+        self.name, self.asked_model, self.endpoint, self.timeout_s = name, model, endpoint, timeout_s
+        self.sampling = {"api": self.API, "temperature": temperature, "max_tokens": max_tokens, "top_p": top_p,
+                         "format": format, "extra_body": extra_body, "seed_base": harness.SEED_BASE}
+        inner = (extra_body or {}).get("options")
+        taken = [key for key in ("model", "messages", "stream", "seed") if key in (extra_body or {})
+                 or isinstance(inner, dict) and key in inner]
+        if taken:
+            raise RunError(f"the extra body sets {', '.join(taken)}, which the bench sets itself")
 
     @cached_property
     def http(self):
         """The server. Made when it is first needed, since making it can fail."""
-        return Server(self.endpoint, 120, self.START_HINT)
+        return Server(self.endpoint, self.timeout_s, self.START_HINT)
+
+    def request(self, case, trial):
+        """Return the body of a trial's request. Raises ValueError for a blank or missing message."""
+        messages = [{"role": "system", "content": PROMPT_TEXT}, {"role": "user", "content": message_of(case)}]
+        return _merged(self.body(messages, harness.seed_of(self, trial)), self.sampling["extra_body"] or {})
 
     def respond(self, case, trial):
         """Ask the model once. Raises ValueError for a blank or missing message, Unavailable or Busy where the
         model was not asked, and json.JSONDecodeError or a ReplyError where it gave no usable answer."""
-        message, seed = message_of(case), harness.seed_of(self, trial)
-        metadata = {"seed": seed, "temperature": self.sampling["temperature"]}
-        messages = [{"role": "system", "content": PROMPT_TEXT}, {"role": "user", "content": message}]
+        body = self.request(case, trial)
+        metadata = {"seed": harness.seed_of(self, trial), "temperature": self.sampling["temperature"]}
         try:
-            value, _ = self.http.ask("POST", self.PATH, self.request(messages, seed))
+            value, _ = self.http.ask("POST", self.PATH, body)
             text = self.content(value, metadata)
         except ReplyError as error:
             error.metadata = metadata
@@ -352,6 +422,16 @@ class ChatSystem:
             raise EmptyReply(f"the reply has no content{into_thinking}", thinking)
         return text
 
+    def warm_up(self):
+        """Have the server load the model, so that loading is in no trial's latency. Raises Busy while it loads
+        for longer than a call may take, and RunError where it says that it cannot."""
+        try:
+            self.http.ask("POST", self.PATH, self.loading())
+        except ReplyTimeout:
+            raise Busy(f"{self.endpoint} is still loading {self.asked_model}") from None
+        except ReplyError as error:
+            raise RunError(f"{self.asked_model} did not warm up: {error} (--no-warmup goes on without)") from None
+
     def alive(self):
         """True if the server answers at all."""
         try:
@@ -370,6 +450,12 @@ def _string(value):
     return value or ""
 
 
+def _merged(body, extra):
+    """Return a request's body with the keys of `extra`; an object in both (Ollama's options) is merged too."""
+    return body | {key: body[key] | value if isinstance(value, dict) and isinstance(body.get(key), dict) else value
+                   for key, value in extra.items()}
+
+
 def _keep(metadata, **measured):
     """Keep what a server measured. A number that it did not give is missing, never zero."""
     for key, value in measured.items():
@@ -386,10 +472,10 @@ class OllamaSystem(ChatSystem):
     API, PATH, ALIVE_PATH = "ollama", "/api/chat", "/api/version"
     START_HINT = "start it with `ollama serve`, or name it with --endpoint"
 
-    def __init__(self, name, tag, digest=None, endpoint=None, **options):
-        super().__init__(name, tag, endpoint=endpoint or "http://127.0.0.1:11434", **options)
+    def __init__(self, name, tag, digest=None, endpoint=None, think="off", **options):
+        super().__init__(name, tag, endpoint or ollama_endpoint(os.environ.get("OLLAMA_HOST", "")), **options)
         self.digest = digest
-        self.sampling |= {"think": False, "truncate": False}
+        self.sampling |= {"think": think == "on", "truncate": False}
 
     @cached_property
     def model(self):
@@ -417,11 +503,19 @@ class OllamaSystem(ChatSystem):
         value, _ = self.http.ask("GET", "/api/version")
         self.server = f"ollama {value.get('version')}" if isinstance(value, dict) else None
 
-    def request(self, messages, seed):
+    def body(self, messages, seed):
         """Return the body of a chat request."""
-        return {"model": self.asked_model, "messages": messages, "stream": False, "think": False, "truncate": False,
-                "format": SCHEMA, "options": {"temperature": self.sampling["temperature"],
-                                              "num_predict": self.sampling["max_tokens"], "seed": seed}}
+        sampling = self.sampling
+        options = {"temperature": sampling["temperature"], "num_predict": sampling["max_tokens"], "seed": seed}
+        if sampling["top_p"] is not None:
+            options["top_p"] = sampling["top_p"]
+        form = {"schema": {"format": SCHEMA}, "json": {"format": "json"}, "none": {}}[sampling["format"]]
+        return {"model": self.asked_model, "messages": messages, "stream": False, "think": sampling["think"],
+                "truncate": False, **form, "options": options}
+
+    def loading(self):
+        """Return the body of the request that only loads the model."""
+        return {"model": self.asked_model, "messages": [], "stream": False}
 
     def parts(self, value, metadata):
         """Return (text, thinking, refusal, stop reason) of a chat reply."""
@@ -444,19 +538,17 @@ class OpenAISystem(ChatSystem):
     def __init__(self, name, model, endpoint=None, **options):
         if not endpoint:
             raise RunError(f"model_triage:openai={model} needs --endpoint URL")
-        super().__init__(name, model, endpoint=endpoint.rstrip("/").removesuffix("/v1"), **options)
+        super().__init__(name, model, endpoint.rstrip("/").removesuffix("/v1"), **options)
         self.model = model
 
     def check_model(self):
         """Raises RunError where the server lists its models and this one is not among them."""
         try:
             value, headers = self.http.ask("GET", "/v1/models")
-        except Unavailable as error:
-            if "answered 404" not in str(error):
-                raise
-            return    # not every server lists its models
-        except ReplyError:
+        except (NotFound, ServerError, MalformedReply):    # not every server lists its models
             return
+        except ReplyError as error:
+            raise RunError(str(error)) from None
         self.server = headers.get("Server")
         try:
             served = [model["id"] for model in value["data"]]
@@ -465,11 +557,21 @@ class OpenAISystem(ChatSystem):
         if self.model not in served:
             raise RunError(f"{self.endpoint} does not serve {self.model}; it serves {', '.join(map(str, served))}")
 
-    def request(self, messages, seed):
+    def body(self, messages, seed):
         """Return the body of a chat completion request."""
-        return {"model": self.model, "messages": messages, "temperature": self.sampling["temperature"],
-                "max_tokens": self.sampling["max_tokens"], "seed": seed, "response_format": {
-                    "type": "json_schema", "json_schema": {"name": "triage", "strict": True, "schema": SCHEMA}}}
+        sampling = self.sampling
+        schema = {"type": "json_schema", "json_schema": {"name": "triage", "strict": True, "schema": SCHEMA}}
+        form = {"schema": {"response_format": schema}, "json": {"response_format": {"type": "json_object"}},
+                "none": {}}[sampling["format"]]
+        top_p = {} if sampling["top_p"] is None else {"top_p": sampling["top_p"]}
+        return {"model": self.model, "messages": messages, "temperature": sampling["temperature"], **top_p,
+                "max_tokens": sampling["max_tokens"], "seed": seed, **form}
+
+    def loading(self):
+        """Return the body of a request for one token: with the rest of a trial's, so that what the server
+        refuses shows before the first trial."""
+        messages = [{"role": "system", "content": PROMPT_TEXT}, {"role": "user", "content": "Hello"}]
+        return _merged(self.body(messages, harness.SEED_BASE), self.sampling["extra_body"] or {}) | {"max_tokens": 1}
 
     def parts(self, value, metadata):
         """Return (text, thinking, refusal, stop reason) of a chat completion."""
@@ -484,6 +586,21 @@ class OpenAISystem(ChatSystem):
         thinking = message.get("reasoning_content") or message.get("reasoning")
         return (_string(message.get("content")), _string(thinking), _string(message.get("refusal")),
                 choice["finish_reason"])
+
+
+def ollama_endpoint(host):
+    """Return the URL that OLLAMA_HOST names, read as Ollama reads it: HOST, HOST:PORT, :PORT, an IPv6 address
+    bare or in brackets, with or without a scheme and a path."""
+    scheme, given, rest = host.strip().strip("\"'").partition("://")
+    scheme, rest = (scheme, rest) if given else ("http", scheme)
+    default_port = {"http": 80, "https": 443}.get(scheme) if given else 11434
+    address, slash, path = rest.partition("/")
+    name, colon, port = address.rpartition(":")
+    if not colon or "]" in port or (":" in name and not name.endswith("]")):    # no port: a bare IPv6 address has none
+        name, port = address, ""
+    name = name.strip("[]") or "127.0.0.1"
+    number = port if port.isascii() and port.isdigit() and int(port) < 65536 else default_port
+    return f"{scheme}://" + (f"[{name}]" if ":" in name else name) + (f":{number}" if number else "") + slash + path
 
 
 def ollama(tag, **options):
