@@ -13,13 +13,18 @@ import bench
 import harness
 
 
+def returned(row):
+    """Return what counts of a trial: its output, or its error's types."""
+    held = {"error": row["error"]["types"]} if "error" in row else {"output": row["output"]}
+    return {"case_id": row["case_id"], "trial": row["trial"]} | held
+
+
 def outputs_digest(path):
     """Return (digest, number of trials) of a log. Raises RunError where it is none."""
     log = bench.TrialLog(path)
     digest = harness.TrialDigest(log.header["trials"])
     for row in log.rows():
-        returned = {"error": row["error"]["types"]} if "error" in row else {"output": row["output"]}
-        digest.add({"case_id": row["case_id"], "trial": row["trial"]} | returned)
+        digest.add(returned(row))
     return digest.hexdigest(), log.count
 
 

@@ -1,0 +1,1070 @@
+"""The tests: python3 -m unittest. No model, no network beyond this machine, nothing left behind."""
+import gzip
+import hashlib
+import http.server
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+from fractions import Fraction
+from pathlib import Path
+
+import bench
+import harness
+import model_triage
+import outputs_digest
+import report
+import triage_task
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = [path.name for path in HERE.glob("*.py")] + ["cases.json"]
+DEVELOPMENT = ["charged-twice", "stuck-tracking", "password-changed", "product-advice", "refund-missing",
+               "charged-after-closing", "blank-message", "missing-body", "late-order"]
+ENVIRONMENT = {key: value for key, value in os.environ.items()
+               if not key.lower().endswith("_proxy") and key not in ("OLLAMA_HOST", "BENCH_API_KEY")}
+
+SYSTEMS = '''
+"""Systems for the tests: each answers at once unless it says otherwise."""
+import json, os, time
+from pathlib import Path
+import harness
+
+class Quick:
+    name, version, mode, model, tools = "quick", "1", "live", "none", []
+    prompt, sampling = {"name": "none", "sha256": ""}, {"temperature": 1.0}
+    def respond(self, case, trial):
+        if "expected_error" in case:
+            raise ValueError("blank")
+        return harness.Answer(self.output(case, trial), {"seed": 1000 + trial})
+    def output(self, case, trial):
+        return case["expected"]
+
+class Slow(Quick):
+    def output(self, case, trial):
+        time.sleep(float(os.environ.get("SLOW_S", "0.004")))
+        return {"category": "billing", "needs_human": bool(hash((len(case["id"]), trial)) % 2)}
+
+class Odd(Quick):
+    """Returns the values in the file odd.py in turn, one a trial, for every case."""
+    def output(self, case, trial):
+        return eval(Path("odd.py").read_text(encoding="utf-8"))[trial]
+
+class Scripted(Quick):
+    """Does what the words in script.txt say, one a call: ok, away, busy, busy:SECONDS or an exception's name."""
+    calls = 0
+    def output(self, case, trial):
+        words = Path("script.txt").read_text().split()
+        word = words[min(self.calls, len(words) - 1)]
+        self.calls += 1
+        if word == "away":
+            raise harness.Unavailable("the server is away")
+        if word.startswith("busy"):
+            raise harness.Busy("the server is busy", float(word[5:]) if word[5:] else None)
+        if word != "ok":
+            raise type(word, (Exception,), {})("as scripted")
+        return case["expected"]
+    def alive(self):
+        return Path("alive.txt").exists()
+
+quick, slow, odd, scripted = Quick(), Slow(), Odd(), Scripted()
+other = Quick(); other.sampling = {"temperature": 0.5}
+no_answer = Quick(); no_answer.output = None; no_answer.respond = lambda case, trial: {"category": "other"}
+rude = Quick(); rude.check_model = lambda: 1 / 0
+incomplete = object()
+def factory(model, temperature=1.0):
+    made = Quick(); made.name, made.sampling = f"made-{model}", {"temperature": temperature}
+    return made
+'''
+
+
+class BenchTest(unittest.TestCase):
+    """A test with a folder of its own, in which the real scripts are started."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(os.path.realpath(folder.name))
+        (self.folder / "systems.py").write_text(SYSTEMS)
+        self.log = self.folder / "log.jsonl"
+
+    def start(self, script, *args, env=None, **kwargs):
+        return subprocess.Popen([sys.executable, str(HERE / script) if not os.path.isabs(script) else script,
+                                 *map(str, args)], cwd=self.folder, env=ENVIRONMENT | (env or {}),
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", **kwargs)
+
+    def run_script(self, script, *args, status=0, env=None, **kwargs):
+        """Run a script to its end; return (stdout, stderr). Its exit status must be `status`."""
+        process = self.start(script, *args, env=env, **kwargs)
+        out, err = process.communicate(timeout=60)
+        self.assertNotIn("Traceback", err)
+        self.assertEqual(process.returncode, status, out + err)
+        return out, err
+
+    def bench(self, *args, system="systems:quick", **kwargs):
+        return self.run_script("bench.py", "--system", system, "--log", self.log, *args, **kwargs)
+
+    def refused(self, script, *args, status=1, **kwargs):
+        """Run a script that must fail with one line `error: ...`; return that line."""
+        out, err = self.run_script(script, *args, status=status, **kwargs)
+        self.assertRegex(err, r"\Aerror: [^\n]+\n\Z")
+        return err
+
+    def report(self, *args, **kwargs):
+        """Run report.py; return (report.json's value, stdout)."""
+        out, _ = self.run_script("report.py", *(args or [self.log]), "--out", self.folder / "report.json", **kwargs)
+        return json.loads((self.folder / "report.json").read_text(encoding="utf-8")), out
+
+    def rows(self):
+        """The log's trials, by the plainest reader there is."""
+        lines = self.log.read_bytes().split(b"\n")
+        self.assertEqual(lines.pop(), b"")
+        return [row for row in map(json.loads, lines[1:]) if "case_id" in row]
+
+    def project(self):
+        """Copy the project into the folder; return the folder."""
+        for name in SCRIPTS:
+            shutil.copy(HERE / name, self.folder)
+        return self.folder
+
+    def cases_file(self, *cases, name="cases.json"):
+        path = self.folder / name
+        path.write_text(json.dumps({"name": "few", "cases": list(cases)}))
+        return path
+
+
+def case(**changes):
+    """A valid case, changed; a key with the value ... is left out."""
+    whole = {"id": "one", "class": "billing", "split": "development", "input": "Hello",
+             "expected": {"category": "other", "needs_human": False}} | changes
+    return {key: value for key, value in whole.items() if value is not ...}
+
+
+class MainJob(BenchTest):
+    """The main job, with nothing installed."""
+
+    def test_main_job_runs_ninety_trials_and_reports(self):
+        folder = self.project()
+        out, err = self.run_script(str(folder / "bench.py"))
+        self.assertEqual((out, err), ("embedded-triage: planned 90, already logged 0, ran 90, not run 0\n", ""))
+        out, _ = self.run_script(str(folder / "report.py"))
+        self.assertTrue((folder / "runs" / "embedded-triage.jsonl").exists())
+        written = json.loads((folder / "runs" / "report.json").read_text())
+        system, = written["systems"]
+        self.assertEqual(sum(system["verdicts"].values()), 90)
+        self.assertEqual(list(system["per_case"]), DEVELOPMENT)
+        for case_id, counts in system["per_case"].items():
+            self.assertRegex(out, rf"(?m)^  {case_id} +{counts['pass']}/10 +[+x!.]{{10}}$")
+        self.assertRegex(out, r"flaky: \w")
+        self.assertRegex(out, r"(?m)^  pass@k( +\d\.\d{4})+$")
+        self.assertRegex(out, r"(?m)^  pass\^k( +\d\.\d{4})+$")
+
+    def test_embedded_system_shows_passing_flaky_and_failing_cases(self):
+        self.bench(system="model_triage:embedded")
+        system = self.report()[0]["systems"][0]
+        self.assertTrue(system["flaky_cases"])
+        self.assertTrue(system["never_passed"])
+        self.assertIn(10, [counts["pass"] for counts in system["per_case"].values()])
+
+    def test_works_from_any_directory_and_defaults_lie_beside_the_scripts(self):
+        folder = self.project()
+        elsewhere = self.folder / "elsewhere"
+        elsewhere.mkdir()
+        done = subprocess.run([sys.executable, str(folder / "bench.py"), "--trials", "1"], cwd=elsewhere, env=ENVIRONMENT,
+                              capture_output=True, encoding="utf-8")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(list(elsewhere.iterdir()), [])
+        self.assertTrue((folder / "runs" / "embedded-triage.jsonl").exists())
+
+    def test_what_the_main_job_writes_is_ignored_by_git(self):
+        ignored = (HERE / ".gitignore").read_text().split()
+        self.assertIn("/runs/*", ignored)
+        self.assertIn("!/runs/recorded/", ignored)
+
+    def test_embedded_draws_depend_on_seed_and_message_alone(self):
+        cases = {case["id"]: case for case in json.loads((HERE / "cases.json").read_text())["cases"]}
+        draws = [model_triage.embedded.respond(cases["late-order"], trial).output for trial in range(200)]
+        self.assertEqual(draws, [model_triage.embedded.respond(cases["late-order"], trial).output for trial in range(200)])
+        self.assertGreater(len({json.dumps(draw) for draw in draws}), 1)
+
+    def test_system_name_makes_the_logs_name(self):
+        self.assertEqual(Path(bench.default_log("a b/c:d_E.1-x")).name, "a-b-c-d--.1-x.jsonl")
+
+    def test_module_is_looked_for_in_the_current_directory_first(self):
+        (self.folder / "model_triage.py").write_text(SYSTEMS + "\nembedded = quick\n")
+        out, _ = self.bench("--trials", 1, system="model_triage:embedded")
+        self.assertTrue(out.startswith("quick: planned 9"))
+
+    def test_factory_gets_the_model_and_the_options(self):
+        out, _ = self.bench("--trials", 1, "--temperature", "0.25", system="systems:factory=m:1")
+        self.assertTrue(out.startswith("made-m:1: planned 9"))
+        self.assertEqual(bench.TrialLog(self.log).header["system"]["sampling"], {"temperature": 0.25})
+
+
+class StopAndResume(BenchTest):
+
+    def test_budget_stops_between_trials_and_the_same_command_goes_on(self):
+        out, _ = self.bench("--budget-s", "0.1", system="systems:slow", env={"SLOW_S": "0.02"})
+        ran = int(re.fullmatch(r"quick: planned 90, already logged 0, ran (\d+), not run \d+ "
+                               r"\(stopped by the time budget\)\n", out)[1])
+        before = self.log.read_bytes()
+        out, _ = self.bench(system="systems:slow", env={"SLOW_S": "0"})
+        self.assertEqual(out, f"quick: planned 90, already logged {ran}, ran {90 - ran}, not run 0\n")
+        self.assertTrue(self.log.read_bytes().startswith(before))
+        self.assertEqual(len({(row["case_id"], row["trial"]) for row in self.rows()}), 90)
+
+    def test_trials_run_in_trial_major_order(self):
+        self.bench("--trials", 3)
+        self.assertEqual([(row["trial"], row["case_id"]) for row in self.rows()],
+                         [(trial, case_id) for trial in range(3) for case_id in DEVELOPMENT])
+
+    def test_budget_of_zero_runs_nothing_and_exits_0(self):
+        out, _ = self.bench("--budget-s", 0)
+        self.assertEqual(out, "quick: planned 90, already logged 0, ran 0, not run 90 (stopped by the time budget)\n")
+
+    def test_finished_log_resumed_does_nothing_and_says_so(self):
+        self.bench("--trials", 1)
+        before = self.log.read_bytes()
+        out, err = self.bench("--trials", 1)
+        self.assertEqual(out, "quick: planned 9, already logged 9, ran 0, not run 0\n")
+        self.assertIn("nothing to run", err)
+        self.assertEqual(self.log.read_bytes(), before)
+
+    def test_resume_appends_one_line_that_describes_its_session(self):
+        self.bench("--budget-s", 0)
+        self.bench("--hardware", "a laptop", "--trials", 10)
+        resumed = json.loads(self.log.read_text().splitlines()[1])
+        self.assertEqual(list(resumed), ["resumed_at", *bench.DESCRIBING])
+        self.assertEqual(resumed["environment"]["hardware"], "a laptop")
+
+    def test_convert_fills_in_not_run_and_the_report_then_has_no_curve(self):
+        self.bench("--budget-s", "0.1", system="systems:slow", env={"SLOW_S": "0.02"})
+        recording, record = self.folder / "recording.json", self.folder / "record.json"
+        out, _ = self.run_script("bench.py", "--log", self.log, "--convert", recording)
+        missing = 90 - len(self.rows())
+        self.assertEqual(out, f"{recording}: 90 trials, {missing} of them not run\n")
+        results = json.loads(recording.read_text())["results"]
+        self.assertEqual([(row["trial"], row["case_id"]) for row in results],
+                         [(trial, case_id) for trial in range(10) for case_id in DEVELOPMENT])
+        self.assertEqual(sum(row.get("error", {}).get("types") == ["NotRun"] for row in results), missing)
+        self.run_script("harness.py", "run", "--recording", recording, "--out", record)
+        for source in (record, self.log):
+            with self.subTest(source.name):
+                written, out = self.report(source)
+                system, = written["systems"]
+                self.assertIsNone(system["curve"])
+                self.assertEqual(system["not_run"], missing)
+                self.assertEqual(system["incomplete_by_error"], {"NotRun": missing})
+                self.assertIn(f"no pass@k and no pass^k: {missing} planned trials were not run", out)
+
+    def test_log_and_run_record_give_the_same_report(self):
+        self.bench(system="model_triage:embedded")
+        self.run_script("bench.py", "--log", self.log, "--convert", self.folder / "recording.json")
+        self.run_script("harness.py", "run", "--recording", self.folder / "recording.json", "--out", self.folder / "r.json")
+        from_log, from_record = self.report(self.log)[0], self.report(self.folder / "r.json")[0]
+        for written in (from_log, from_record):
+            del written["systems"][0]["source"]
+        self.assertEqual(from_log, from_record)
+
+    def test_nothing_changes_when_trials_come_in_another_order(self):
+        self.bench(system="model_triage:embedded")
+        first = self.report()[0]
+        header, *lines = self.log.read_bytes().splitlines(keepends=True)
+        random.Random(7).shuffle(lines)
+        self.log.write_bytes(header + b"".join(lines))
+        self.assertEqual(self.report()[0], first)
+
+    def test_resume_under_another_server_or_machine_is_allowed_and_recorded(self):
+        self.bench("--trials", 1, "--budget-s", 0)
+        text = self.log.read_text().replace('"python":"', '"python":"older ')
+        self.log.write_text(text)
+        self.bench("--trials", 1)
+        self.assertNotEqual(bench.TrialLog(self.log).header["environment"]["python"],
+                            json.loads(self.log.read_text().splitlines()[1])["environment"]["python"])
+
+    def test_outputs_digest_is_free_of_times_and_order(self):
+        self.bench(system="model_triage:embedded")
+        first, _ = self.run_script("outputs_digest.py", self.log)
+        self.log.unlink()
+        self.bench("--workers", 3, system="model_triage:embedded")
+        second, _ = self.run_script("outputs_digest.py", self.log)
+        self.assertEqual(first, second)
+        self.assertRegex(first, rf"\A[0-9a-f]{{64}} 90 {re.escape(str(self.log))}\n\Z")
+
+
+class Refusals(BenchTest):
+    """Bad input gets one clear line, exit status 1, and nothing is touched."""
+
+    def refused_log(self, *args, system="systems:quick", **kwargs):
+        before = self.log.read_bytes()
+        error = self.refused("bench.py", "--system", system, "--log", self.log, *args, **kwargs)
+        self.assertEqual(self.log.read_bytes(), before)
+        return error
+
+    def test_log_of_another_trial_count_names_both(self):
+        self.bench("--trials", 2)
+        self.assertIn("trials (2 there, 3 here)", self.refused_log("--trials", 3))
+
+    def test_log_of_another_sampling_names_both(self):
+        self.bench("--trials", 2)
+        self.assertIn("system.sampling.temperature (1.0 there, 0.5 here)",
+                      self.refused_log("--trials", 2, system="systems:other"))
+
+    def test_log_of_another_case_set_names_it(self):
+        self.bench("--trials", 2)
+        one = self.cases_file(case())
+        error = self.refused_log("--trials", 2, "--cases", one)
+        self.assertIn("inputs_sha256", error)
+        self.assertIn("case_set_sha256", error)
+
+    def test_log_of_other_splits_names_both(self):
+        self.bench("--trials", 2)
+        self.log.write_text(self.log.read_text().replace('"splits":["development"]', '"splits":["held-out"]'))
+        self.assertIn('splits (["held-out"] there, ["development"] here)', self.refused_log("--trials", 2))
+
+    def test_changed_answer_changes_the_case_set_and_changed_layout_does_not(self):
+        self.bench("--trials", 1)
+        cases = self.folder / "cases.json"
+        data = json.loads((HERE / "cases.json").read_text())
+        cases.write_text(json.dumps(data, indent=7))
+        self.bench("--trials", 1, "--cases", cases)
+        data["cases"][0]["expected"]["category"] = "other"
+        cases.write_text(json.dumps(data))
+        error = self.refused_log("--trials", 1, "--cases", cases)
+        self.assertIn("case_set_sha256", error)
+        self.assertNotIn("inputs_sha256", error)
+
+    def test_system_that_cannot_be_named(self):
+        for spec, said in (("nope", "module:attribute"), ("nope:x", "no module nope"), ("systems:nope", "has no nope"),
+                           ("systems:quick=", "module:attribute=MODEL"), ("systems:incomplete", "respond"),
+                           ("systems:factory", "systems:factory=MODEL"), ("systems:quick=m", "options"),
+                           ("model_triage:openai=m", "--endpoint URL")):
+            with self.subTest(spec):
+                self.assertIn(said, self.refused("bench.py", "--system", spec, "--log", self.log))
+                self.assertFalse(self.log.exists())
+
+    def test_module_that_does_not_import(self):
+        (self.folder / "broken.py").write_text("import nothing_of_this_name")
+        (self.folder / "wrong.py").write_text("x = = 1")
+        self.assertIn("nothing_of_this_name", self.refused("bench.py", "--system", "broken:x"))
+        self.assertIn("SyntaxError", self.refused("bench.py", "--system", "wrong:x"))
+        self.assertIn("CHECKS", self.refused("bench.py", "--task", "systems"))
+
+    def test_options_that_a_fixed_system_does_not_take(self):
+        self.assertIn("takes no --temperature",
+                      self.refused("bench.py", "--system", "model_triage:gemma", "--temperature", "0"))
+
+    def test_system_that_returns_no_answer_or_fails_its_own_check(self):
+        self.assertIn("not an Answer", self.bench_error("systems:no_answer"))
+        self.assertIn("check_model of system quick raised ZeroDivisionError", self.bench_error("systems:rude"))
+
+    def bench_error(self, system):
+        out, err = self.run_script("bench.py", "--system", system, "--log", self.log, status=1)
+        return err
+
+    def test_files_that_are_not_there(self):
+        self.assertIn("nope.json: No such file", self.refused("bench.py", "--cases", "nope.json"))
+        self.assertIn("nope.jsonl", self.refused("report.py", "nope.jsonl"))
+        self.assertIn("nope.jsonl", self.refused("outputs_digest.py", "nope.jsonl"))
+        self.assertIn("nope.jsonl", self.refused("bench.py", "--log", "nope.jsonl", "--convert", "r.json"))
+        self.assertIn("nope.json", self.refused("harness.py", "run", "--recording", "nope.json", "--out", "r.json"))
+
+    def test_bad_usage_is_argparses_exit_2(self):
+        for args in (["--trials", "0"], ["--trials", "x"], ["--budget-s", "-1"], ["--budget-s", "nan"],
+                     ["--patience-s", "-1"], ["--workers", "0"], ["--max-tokens", "0"], ["--temperature", "-1"],
+                     ["--extra-body", "[]"], ["--extra-body", "{"], ["--format", "xml"], ["--convert", "x.jsonl"]):
+            with self.subTest(args):
+                _, err = self.run_script("bench.py", *args, status=2)
+                self.assertIn("usage:", err)
+
+    def test_output_never_goes_over_a_trial_log_or_an_input(self):
+        self.bench("--trials", 1)
+        self.run_script("report.py", self.log, "--out", self.log, status=2)
+        self.run_script("bench.py", "--log", self.log, "--convert", self.log, status=2)
+        renamed = self.folder / "log.json"
+        self.run_script("bench.py", "--log", self.log, "--convert", self.folder / "recording.json")
+        self.run_script("harness.py", "run", "--recording", self.folder / "recording.json", "--out", renamed)
+        self.assertIn("is an input", self.refused("report.py", renamed, "--out", renamed))
+
+    def test_report_leaves_out_logs_of_another_case_set_and_says_which(self):
+        folder = self.project()
+        self.run_script(str(folder / "bench.py"), "--trials", 1)
+        shutil.copy(folder / "cases.json", folder / "old.json")
+        (folder / "old.json").write_text((folder / "cases.json").read_text().replace("lamp", "clock"))
+        self.run_script(str(folder / "bench.py"), "--trials", 1, "--cases", "old.json", "--log", "runs/old.jsonl")
+        out, _ = self.run_script(str(folder / "report.py"))
+        self.assertIn("left out: old.jsonl", out)
+        self.assertEqual(len(json.loads((folder / "runs" / "report.json").read_text())["systems"]), 1)
+        error = self.refused(str(folder / "report.py"), "runs/old.jsonl")
+        self.assertIn("old.json", error)
+
+    def test_report_without_any_log_says_what_to_do(self):
+        folder = self.project()
+        self.assertIn("bench.py", self.refused(str(folder / "report.py")))
+
+
+class CaseSets(BenchTest):
+
+    def test_case_set_of_this_project_is_as_described(self):
+        case_set = harness.load_cases(HERE / "cases.json", harness.load_task("triage_task"))
+        self.assertEqual([one["id"] for one in case_set["cases"] if one["split"] == "development"], DEVELOPMENT)
+        held_out = [one for one in case_set["cases"] if one["split"] == "held-out"]
+        self.assertEqual(len(held_out), 7)
+        self.assertEqual({one["class"] for one in case_set["cases"]}, {one["class"] for one in held_out})
+        by_id = {one["id"]: one for one in case_set["cases"]}
+        self.assertTrue(by_id["password-changed"]["critical"])
+        self.assertEqual(by_id["charged-after-closing"]["class"], "billing, ambiguous wording")
+
+    def test_faults_are_named_with_file_and_case(self):
+        faults = {
+            "earlier case has the same id": [case(), case()],
+            "unknown split 'test'": [case(split="test")],
+            "unknown key 'expcted'": [case(expcted=1)],
+            "exactly one of": [case(expected=...)],
+            "exactly one of ": [case(expected_error="ValueError")],
+            "its own expected answer fails the check output-fields": [case(expected={"category": "spam"})],
+            "its own expected answer fails the check failure-criteria":
+                [case(failure_criteria=[{"field": "needs_human", "equals": False, "why": "it matters"}])],
+            "an id is": [case(id="One")],
+            "an id is ": [case(id="a--b")],
+            "'input' is missing": [case(input=...)],
+            "`class`": [case(**{"class": " "})],
+            "`critical`": [case(critical="yes")],
+            "`failure_criteria`": [case(failure_criteria={"field": 1})],
+            "a class name": [case(expected=..., expected_error="not a name")],
+            "`expected` must be an object": [case(expected="billing")],
+            "a case is an object": ["case"],
+            "a case set is": [],
+        }
+        for said, cases in faults.items():
+            with self.subTest(said):
+                path = self.cases_file(*cases)
+                error = self.refused("harness.py", "check", "--cases", path)
+                self.assertIn(str(path), error)
+                self.assertIn(said.strip(), error)
+                if cases and isinstance(cases[-1], dict) and said != "an id is":
+                    self.assertIn(repr(cases[-1]["id"]), error)
+
+    def test_case_set_that_is_not_json_or_not_utf8(self):
+        path = self.folder / "cases.json"
+        for content in (b"{", b"\xff\xfe", b'{"name": NaN}', b"[" * 100000):
+            path.write_bytes(content)
+            self.assertIn("is not JSON", self.refused("harness.py", "check", "--cases", path))
+
+    def test_held_out_split_is_refused_unless_asked_for(self):
+        case_set = harness.load_cases(HERE / "cases.json", harness.load_task("triage_task"))
+        with self.assertRaisesRegex(harness.RunError, "held-out"):
+            harness.plan(case_set, ["held-out"], 1)
+        self.assertEqual(len(list(harness.plan(case_set, ["held-out"], 2, include_held_out=True))), 14)
+
+    def test_held_out_cases_are_in_no_log_and_no_report(self):
+        self.bench("--trials", 1)
+        self.assertEqual({row["case_id"] for row in self.rows()}, set(DEVELOPMENT))
+        self.assertEqual(list(self.report()[0]["systems"][0]["per_case"]), DEVELOPMENT)
+
+    def test_inputs_digest_is_over_what_a_model_sees(self):
+        task = harness.load_task("triage_task")
+        first = harness.load_cases(self.cases_file(case(), case(id="two")), task)
+        answered = harness.load_cases(self.cases_file(case(expected={"category": "billing", "needs_human": False}),
+                                                      case(id="two")), task)
+        asked = harness.load_cases(self.cases_file(case(input="Hello!"), case(id="two")), task)
+        moved = harness.load_cases(self.cases_file(case(id="two"), case()), task)
+        self.assertEqual(first["inputs_sha256"], answered["inputs_sha256"])
+        self.assertNotEqual(first["sha256"], answered["sha256"])
+        self.assertEqual(len({one["inputs_sha256"] for one in (first, asked, moved)}), 3)
+
+
+class Grading(BenchTest):
+
+    CHECKS = triage_task.CHECKS
+
+    def grade(self, case, **result):
+        if "types" in result:
+            result = {"error": {"types": result["types"], "message": "m"}}
+        return harness.grade(case, 0, result, self.CHECKS)
+
+    def test_every_row_of_the_table(self):
+        answer, error = case(), case(expected=..., expected_error="ValueError")
+        right = answer["expected"]
+        for given, wanted in (
+                ((error, dict(types=["ValueError"])), ("pass", None)),
+                ((error, dict(output=right)), ("fail", "rejection")),
+                ((error, dict(output=None)), ("fail", "rejection")),
+                ((answer, dict(output=right)), ("pass", None)),
+                ((answer, dict(output=None)), ("fail", "output-fields")),
+                ((answer, dict(output=right | {"category": "billing"})), ("fail", "triage-outcome")),
+                ((answer, dict(types=["TimeoutError"])), ("incomplete", None)),
+                ((error, dict(types=["TimeoutError"])), ("incomplete", None)),
+                ((answer, dict(types=["ValueError"])), ("incomplete", None))):
+            with self.subTest(given):
+                self.assertEqual(self.grade(given[0], **given[1])[:2], wanted)
+
+    def test_reply_that_is_not_json_is_not_the_rejection_of_an_input(self):
+        try:
+            harness.parse_json("no")
+        except ValueError as error:
+            types = harness.error_types(error)
+        self.assertEqual(types, ["JSONDecodeError", "ValueError", "Exception"])
+        verdict, _, reason = self.grade(case(expected=..., expected_error="ValueError"), types=types)
+        self.assertEqual((verdict, reason), ("incomplete", "JSONDecodeError: m"))
+
+    def test_integer_of_too_many_digits_is_not_a_rejection_either(self):
+        with self.assertRaises(json.JSONDecodeError):
+            harness.parse_json("1" * 5000)
+
+    def test_failure_criterion_fails_whatever_else_the_output_says(self):
+        critical = case(expected={"category": "account", "needs_human": True}, failure_criteria=[
+            {"field": "needs_human", "equals": False, "why": "a person must look"}])
+        verdict, check, reason = self.grade(critical, output={"category": "billing", "needs_human": False})
+        self.assertEqual((verdict, check), ("fail", "failure-criteria"))
+        self.assertIn("a person must look", reason)
+
+    def test_check_that_raises_stops_the_harness_with_its_name(self):
+        (self.folder / "bad_task.py").write_text(
+            "def boom(case, output):\n    if output['category'] != 'other': raise KeyError('x')\n"
+            "CHECKS = (('exploding', boom),)\n")
+        cases = self.cases_file(case())
+        self.bench("--trials", 1, "--cases", cases, system="model_triage:embedded")
+        header, row = self.log.read_text().splitlines()
+        row = json.loads(row) | {"output": {"category": "billing", "needs_human": False}}
+        self.log.write_text(header + "\n" + json.dumps(row) + "\n")
+        self.run_script("bench.py", "--log", self.log, "--cases", cases, "--convert", self.folder / "r.json")
+        for script, args in (("report.py", [self.log]),
+                             ("harness.py", ["run", "--recording", self.folder / "r.json", "--out", self.folder / "o.json"])):
+            error = self.refused(script, *args, "--task", "bad_task", "--cases", cases)
+            self.assertIn("check exploding, case one, trial 0", error)
+
+    def test_check_proves_that_junk_never_passes(self):
+        out, _ = self.run_script("harness.py", "check")
+        self.assertRegex(out, r"\Acases.json: 16 cases \(9 development, 7 held-out\); every expected answer passes, "
+                              r"and each of \d+ junk outputs is refused\n\Z")
+
+    def test_check_finds_a_task_that_lets_junk_pass(self):
+        (self.folder / "lax_task.py").write_text("CHECKS = (('any', lambda case, output: None),)\n")
+        self.assertIn("let junk pass", self.refused("harness.py", "check", "--task", "lax_task"))
+
+    def test_run_record_walks_back_to_the_trial(self):
+        self.bench("--trials", 2, system="model_triage:embedded")
+        self.run_script("bench.py", "--log", self.log, "--convert", self.folder / "r.json")
+        self.run_script("harness.py", "run", "--recording", self.folder / "r.json", "--out", self.folder / "o.json")
+        record = json.loads((self.folder / "o.json").read_text())
+        self.assertEqual(record["manifest"]["system"]["mode"], "replay")
+        logged = {(row["case_id"], row["trial"]): row for row in self.rows()}
+        run_id = bench.TrialLog(self.log).header["run_id"]
+        for result in record["results"]:
+            row = logged[result["case_id"], result["trial"]]
+            self.assertEqual(result["trial_id"], f"{run_id}/{row['case_id']}/{row['trial']}")
+            self.assertEqual(result["metadata"], row["metadata"] | {"recorded_latency_s": row["latency_s"]})
+            self.assertEqual(result["output"], row.get("output"))
+
+    def test_record_keeps_a_quick_system_whole(self):
+        self.run_script("harness.py", "record", "--trials", 2, "--out", self.folder / "r.json")
+        self.run_script("harness.py", "run", "--recording", self.folder / "r.json", "--out", self.folder / "o.json")
+        self.assertEqual(len(json.loads((self.folder / "o.json").read_text())["results"]), 18)
+
+    def test_recording_that_is_not_whole_is_refused(self):
+        self.run_script("harness.py", "record", "--trials", 1, "--out", self.folder / "r.json")
+        whole = json.loads((self.folder / "r.json").read_text())
+        for change, said in ((lambda r: r["results"].pop(), "holds 8 of 9"),
+                             (lambda r: r["results"].append(r["results"][0]), "result 10: an earlier result"),
+                             (lambda r: r["results"][0].pop("output"), "result 1: a trial has exactly one"),
+                             (lambda r: r.pop("run_id"), "is not a recording"),
+                             (lambda r: r.update(case_set_sha256="0" * 64), "--cases")):
+            with self.subTest(said):
+                changed = json.loads(json.dumps(whole))
+                change(changed)
+                (self.folder / "r.json").write_text(json.dumps(changed))
+                self.assertIn(said, self.refused("harness.py", "run", "--recording", "r.json", "--out", "o.json"))
+
+    def test_run_record_that_was_tampered_with_is_refused(self):
+        self.run_script("harness.py", "record", "--trials", 1, "--out", self.folder / "r.json")
+        self.run_script("harness.py", "run", "--recording", self.folder / "r.json", "--out", self.folder / "o.json")
+        whole = json.loads((self.folder / "o.json").read_text())
+        for change, said in ((lambda r: r["results"].pop(), "each planned trial"),
+                             (lambda r: r["results"][3].pop("verdict"), "result 4: it has no verdict"),
+                             (lambda r: r["results"][3].update(metadata=[]), "result 4: `metadata`"),
+                             (lambda r: r["results"][3].update(trial=7), "result 4: trial 7"),
+                             (lambda r: r["manifest"].pop("run_id"), "is not a run record"),
+                             (lambda r: r.clear(), "is not a run record")):
+            with self.subTest(said):
+                changed = json.loads(json.dumps(whole))
+                change(changed)
+                (self.folder / "bad.json").write_text(json.dumps(changed))
+                self.assertIn(said, self.refused("report.py", "bad.json"))
+
+
+class Numbers(BenchTest):
+
+    def test_ten_trials_with_seven_passes(self):
+        curve = report.curve(10, [7])
+        self.assertEqual(curve["1"], {"pass_at_k": 0.7, "pass_power_k": 0.7})
+        self.assertEqual(curve["3"], {"pass_at_k": 0.9917, "pass_power_k": 0.2917})
+
+    def test_nine_cases(self):
+        curve = report.curve(10, [10, 10, 7, 2, 10, 10, 10, 10, 8])
+        ks = ("1", "2", "3", "5", "9", "10")
+        self.assertEqual([curve[k]["pass_at_k"] for k in ks], [0.8556, 0.921, 0.9472, 0.9753, 1.0, 1.0])
+        self.assertEqual([curve[k]["pass_power_k"] for k in ks], [0.8556, 0.7901, 0.7509, 0.7006, 0.6667, 0.6667])
+
+    def test_both_metrics_equal_a_count_over_every_subset(self):
+        for n in range(1, 9):
+            for c in range(n + 1):
+                trials = [True] * c + [False] * (n - c)
+                for k in range(1, n + 1):
+                    subsets = list(itertools.combinations(trials, k))
+                    self.assertAlmostEqual(report.pass_at_k(n, c, k), sum(map(any, subsets)) / len(subsets), 12)
+                    self.assertAlmostEqual(report.pass_power_k(n, c, k), sum(map(all, subsets)) / len(subsets), 12)
+
+    def test_metrics_are_not_the_biased_ones(self):
+        self.assertNotAlmostEqual(report.pass_at_k(10, 7, 3), 1 - 0.3 ** 3, 3)
+
+    def test_percentiles_by_nearest_rank(self):
+        self.assertEqual([report.nearest_rank([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], p) for p in (50, 90, 95, 100)], [5, 9, 10, 10])
+        self.assertEqual(report.nearest_rank([1, 2, 3], 50), 2)
+        self.assertIsNone(report.nearest_rank([], 50))
+
+    def test_incomplete_trial_that_ran_counts_and_does_not_pass(self):
+        (self.folder / "script.txt").write_text("ok ok ok Strange ok")
+        self.bench("--trials", 5, "--cases", self.cases_file(case()), system="systems:scripted")
+        system = self.report(self.log, "--cases", self.folder / "cases.json")[0]["systems"][0]
+        self.assertEqual(system["per_case"]["one"], {"class": "billing", "pass": 4, "fail": 0, "incomplete": 1,
+                                                     "not_run": 0, "marks": "+++!+"})
+        self.assertEqual(system["curve"]["1"]["pass_at_k"], 0.8)
+        self.assertEqual(system["incomplete_by_error"], {"Strange": 1})
+        self.assertEqual(system["flaky_cases"], ["one"])
+        self.assertEqual(system["latency_s"]["trials"], 4)
+
+    def test_flaky_and_never_passed_look_at_the_trials_that_ran(self):
+        for marks, flaky, never in (("++..", False, False), ("+x..", True, False), ("xx..", False, True), ("....", False, False),
+                                    ("!...", False, True), ("+!..", True, False)):
+            counts = report.counts_of(marks)
+            self.assertEqual((report.is_flaky(counts), report.never_passed(counts)), (flaky, never), marks)
+
+    def test_worked_example_of_both_digests(self):
+        rows = [{"case_id": "b", "trial": 0, "output": {"x": "é"}, "metadata": {"seed": 1000}, "latency_s": 0.5},
+                {"case_id": "a", "trial": 1, "error": {"types": ["E"], "message": "m"}, "metadata": {}, "latency_s": None},
+                {"case_id": "a", "trial": 0, "output": None, "metadata": {}, "latency_s": 1}]
+        whole = ['{"case_id":"a","latency_s":1,"metadata":{},"output":null,"trial":0}',
+                 '{"case_id":"b","latency_s":0.5,"metadata":{"seed":1000},"output":{"x":"é"},"trial":0}',
+                 '{"case_id":"a","error":{"message":"m","types":["E"]},"latency_s":null,"metadata":{},"trial":1}']
+        short = ['{"case_id":"a","output":null,"trial":0}', '{"case_id":"b","output":{"x":"é"},"trial":0}',
+                 '{"case_id":"a","error":["E"],"trial":1}']
+        for values, texts in ((map(harness.recorded, rows), whole), (map(outputs_digest.returned, rows), short)):
+            digest = harness.TrialDigest(2)
+            for value in values:
+                digest.add(value)
+            by_hand = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)
+            self.assertEqual(digest.hexdigest(), hashlib.sha256(by_hand).hexdigest())
+        self.assertEqual(digest.hexdigest(), "922311bcf1b3df37d0ed74778e6d2156b84a704796311344c28b0df3f9a2961f")
+
+
+# values that a model or a system may return: what goes into the log, and what is refused
+LOGGED_AS_THEY_ARE = ["a\\u2028b\\u2029\\u0085\\x1c\\x1d\\x1e\\x0b\\x0c\\r\\n", "\\ud800 alone", "\\x00\\x01", "\U0001f600 中文 é",
+                      "x" * 3_000_000, -0.0, 1e308, 10 ** 4000, [[[]]], {"": {"a": [None, True, 1.5]}}, None, ""]
+ODD = r'''[
+    "a\u2028b\u2029\u0085\x1c\x1d\x1e\x0b\x0c\r\n", "\ud800 alone \udfff", "\x00\x01\x7f", "\U0001f600 \u4e2d\u6587 \xe9",
+    "x" * 3_000_000, -0.0, 1e308, 10 ** 4000, eval("[" * 50 + "]" * 50), {"": {"a": [None, True, 1.5]}}, None, "",
+    float("nan"), float("inf"), {1, 2}, 10 ** 5000, "\ud83d\ude00"[:1] + "\ude00", (1, 2), {1: 2}, b"bytes", object(),
+    (lambda f, n: f(f, n))(lambda f, n: [f(f, n - 1)] if n else [], 900), {"a": {"b": -float("inf")}}]'''
+ODD_LOGGED = 12
+
+
+class AnyBytes(BenchTest):
+    """Whatever a model returns is logged as it is, or as an error that says why not, and read back."""
+
+    def test_outputs_are_logged_or_refused_and_read_back_resumed_converted_graded_and_reported(self):
+        (self.folder / "odd.py").write_text(ODD)
+        values = eval(ODD)
+        cases = self.cases_file(case())
+        args = ["--cases", cases, "--trials", len(values)]
+        self.bench(*args, "--budget-s", "0", system="systems:odd")
+        self.bench(*args, system="systems:odd")
+        out, _ = self.bench(*args, system="systems:odd")
+        self.assertEqual(out, f"quick: planned {len(values)}, already logged {len(values)}, ran 0, not run 0\n")
+        rows = self.rows()
+        self.assertEqual([row["output"] for row in rows[:ODD_LOGGED]], values[:ODD_LOGGED])
+        self.assertEqual([row["error"]["types"][0] for row in rows[ODD_LOGGED:]],
+                         ["UnloggableOutput"] * (len(values) - ODD_LOGGED))
+        self.assertEqual([row["metadata"]["seed"] for row in rows], [1000 + trial for trial in range(len(values))])
+        self.run_script("bench.py", "--log", self.log, "--cases", cases, "--convert", self.folder / "r.json")
+        recorded = json.loads((self.folder / "r.json").read_text(encoding="utf-8"))["results"]
+        self.assertEqual([row.get("output") for row in recorded], [row.get("output") for row in rows])
+        self.run_script("harness.py", "run", "--cases", cases, "--recording", self.folder / "r.json",
+                        "--out", self.folder / "o.json")
+        system = self.report(self.folder / "o.json", "--cases", cases)[0]["systems"][0]
+        self.assertEqual(system["incomplete_by_error"], {"UnloggableOutput": len(values) - ODD_LOGGED})
+        self.assertEqual(system["recording_sha256"],
+                         self.report(self.log, "--cases", cases)[0]["systems"][0]["recording_sha256"])
+
+    def test_every_line_is_json_by_the_rfc_in_utf8(self):
+        (self.folder / "odd.py").write_text(ODD)
+        self.bench("--cases", self.cases_file(case()), "--trials", len(eval(ODD)), system="systems:odd")
+
+        def not_json(word):
+            self.fail(f"{word} is not in RFC 8259")
+        for line in self.log.read_bytes().removesuffix(b"\n").split(b"\n"):
+            self.assertIsInstance(json.loads(line.decode("utf-8"), parse_constant=not_json), dict)
+
+    def test_text_of_a_model_counts_as_json_by_the_rfc_alone(self):
+        for text in ("NaN", "[Infinity]", "-Infinity", "1e999", "1" * 5000, "[" * 100_000, "[" * 5000 + "]" * 5000, "", "{'a': 1}",
+                     "\ufeff{}", "01", "{}x", '"\x01"', "{} {}"):
+            with self.subTest(text[:20]), self.assertRaises(json.JSONDecodeError):
+                harness.parse_json(text)
+        for text in ("null", "  {}\r\n", '"\\ud800"', "[" * 199 + "]" * 199, "1e308", "-0"):
+            harness.parse_json(text)
+
+
+class AnyPointOfDeath(BenchTest):
+
+    def test_log_cut_at_every_byte_resumes_and_loses_at_most_one_trial(self):
+        cases = [case(id=f"c{number}", input="Pünktchen \u2028 中") for number in range(3)]
+        path = self.cases_file(*cases)
+        self.bench("--trials", 2, "--cases", path, system="model_triage:embedded")
+        whole = self.log.read_bytes()
+        ends = [index + 1 for index, byte in enumerate(whole) if byte == 10]
+        ids = {one["id"] for one in cases}
+        rows = [json.loads(line) for line in whole.splitlines()[1:]] if b"\xe2\x80\xa8" not in whole else self.rows()
+        for cut in range(ends[0] - 1, len(whole)):
+            self.log.write_bytes(whole[:cut])
+            log = bench.TrialLog(self.log, ids, writable=True)
+            kept = list(log.rows())
+            self.assertEqual(kept, rows[:sum(cut >= end - 1 for end in ends[1:])])    # a whole last line needs no newline
+            for row in rows[len(kept):]:
+                log.append(row)
+            log.close()
+            self.assertEqual(self.log.read_bytes(), whole if len(kept) < len(rows) else whole[:cut])
+
+    def test_cut_log_resumes_from_the_command_line(self):
+        self.bench("--trials", 2, system="model_triage:embedded")
+        whole = self.log.read_bytes()
+        for tail, logged in ((b"", 18), (b'{"case_id":"cha', 18), (b"\0" * 300, 18), (b'{"case_id"\0\0\0', 18)):
+            with self.subTest(tail):
+                self.log.write_bytes(whole + tail)
+                out, _ = self.bench("--trials", 2, system="model_triage:embedded")
+                self.assertIn(f"already logged {logged}, ran 0", out)
+                self.log.write_bytes(whole[:-40] + tail)
+                out, _ = self.bench("--trials", 2, system="model_triage:embedded")
+                self.assertIn("already logged 17, ran 1, not run 0", out)
+                self.assertTrue(self.log.read_bytes().startswith(whole[:whole[:-1].rindex(b"\n") + 1]))
+                self.assertEqual(len(self.rows()), 18)
+
+    def test_header_without_its_newline_is_kept(self):
+        self.bench("--trials", 1, "--budget-s", 0)
+        self.log.write_bytes(self.log.read_bytes().removesuffix(b"\n"))
+        self.bench("--trials", 1)
+        self.assertEqual(len(self.rows()), 9)
+
+    def test_header_is_written_whole_or_not_at_all(self):
+        for name in ("write", "fsync", "link"):    # die at each step of making the log
+            with self.subTest(name):
+                code = f"import os, signal, bench, harness\n" \
+                       f"real = os.{name}\n" if name != "write" else "import os, bench, harness\n"
+                code += {"write": "encode = harness.encode\nharness.encode = lambda *a, **k: os._exit(9) "
+                                  "if 'bench_version' in a[0] else encode(*a, **k)\n"}.get(
+                    name, f"os.{name} = lambda *a: os._exit(9)\n")
+                code += "bench.main(['--trials', '1', '--log', 'log.jsonl'])"
+                done = subprocess.run([sys.executable, "-c", code], cwd=self.folder,
+                                      env=ENVIRONMENT | {"PYTHONPATH": str(HERE)})
+                self.assertEqual(done.returncode, 9)
+                self.assertFalse(self.log.exists())
+        self.bench("--trials", 1)
+
+    @unittest.skipUnless(hasattr(signal, "SIGKILL"), "needs SIGKILL")
+    def test_killed_at_random_moments_and_resumed_ends_as_if_undisturbed(self):
+        rng, kills = random.Random(20261130), 0
+        env = {"PYTHONHASHSEED": "0", "SLOW_S": "0.008"}
+        while True:
+            process = self.start("bench.py", "--system", "systems:slow", "--log", self.log, "--trials", 12, env=env)
+            try:
+                process.wait(timeout=rng.uniform(0.2, 0.4))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                kills += 1
+            out, err = process.communicate()
+            if process.returncode == 0:
+                break
+        self.assertGreater(kills, 1)
+        disturbed = {(row["case_id"], row["trial"], json.dumps(row.get("output"))) for row in self.rows()}
+        self.assertEqual(len(self.rows()), 108)
+        self.log.unlink()
+        self.bench("--trials", 12, system="systems:slow", env=env)
+        self.assertEqual(disturbed, {(row["case_id"], row["trial"], json.dumps(row.get("output"))) for row in self.rows()})
+
+    def test_every_trial_reaches_the_operating_system_at_once(self):
+        process = self.start("bench.py", "--system", "systems:slow", "--log", self.log, env={"SLOW_S": "0.05"})
+        while not (self.log.exists() and self.log.read_bytes().count(b"\n") >= 3):
+            time.sleep(0.01)
+        process.kill()
+        process.communicate()
+        self.assertGreaterEqual(self.log.read_bytes().count(b"\n"), 3)
+
+    def test_synced_at_the_first_trial_a_second_after_the_last_sync_and_at_the_end(self):
+        code = ("import os, sys, time, bench\nreal, clock, synced = os.fsync, [0.0], []\n"
+                "os.fsync = lambda fd: (synced.append(clock[0]), real(fd))\n"
+                "time.monotonic = lambda: clock[0]\n"
+                "append = bench.TrialLog._write_at_end\n"
+                "def write(self, line):\n    append(self, line)\n    clock[0] += 0.4\n"
+                "bench.TrialLog._write_at_end = write\n"
+                "bench.main(['--trials', '1', '--log', 'log.jsonl'])\nprint([round(t, 1) for t in synced])")
+        done = subprocess.run([sys.executable, "-c", code], cwd=self.folder, env=ENVIRONMENT | {"PYTHONPATH": str(HERE)},
+                              capture_output=True, encoding="utf-8")
+        # nine trials of 0.4 s: the header at 0; then at 1.2, 2.4 and 3.6 s; and the end
+        self.assertEqual(done.stdout.splitlines()[-1], "[0.0, 1.2, 2.4, 3.6, 3.6]", done.stderr)
+
+
+class OneWriter(BenchTest):
+
+    def test_second_writer_is_refused_while_readers_read_and_let_in_after_a_kill(self):
+        first = self.start("bench.py", "--system", "systems:slow", "--log", self.log, env={"SLOW_S": "0.1"})
+        try:
+            while not (self.log.exists() and self.log.read_bytes().count(b"\n") >= 2):
+                time.sleep(0.01)
+            self.assertIn("is being written by another run",
+                          self.refused("bench.py", "--system", "systems:slow", "--log", self.log))
+            self.report()
+            self.run_script("outputs_digest.py", self.log)
+            self.run_script("bench.py", "--log", self.log, "--convert", self.folder / "r.json")
+            self.run_script("bench.py", "--system", "systems:slow", "--log", self.log, "--dry-run")
+        finally:
+            first.kill()
+            first.communicate()
+        out, _ = self.bench(system="systems:slow", env={"SLOW_S": "0"})
+        self.assertIn("not run 0", out)
+
+    def test_two_that_begin_a_log_at_once_leave_one_whole_log(self):
+        started = [self.start("bench.py", "--system", "systems:slow", "--log", self.log, "--trials", 4) for _ in range(4)]
+        statuses = []
+        for process in started:
+            process.communicate(timeout=60)
+            statuses.append(process.returncode)
+        self.assertIn(0, statuses)
+        self.assertTrue(set(statuses) <= {0, 1})
+        self.assertEqual(len(self.rows()), 36)
+        self.assertEqual([path for path in os.listdir(self.folder) if path.endswith(".tmp")], [])
+
+
+@unittest.skipUnless(os.name == "posix", "signals and limits as POSIX has them")
+class Interrupts(BenchTest):
+
+    def interrupted(self, number, *args, env=None, **kwargs):
+        process = self.start("bench.py", "--system", "systems:slow", "--log", self.log, *args,
+                             env={"SLOW_S": "0.03"} | (env or {}), **kwargs)
+        while not (self.log.exists() and self.log.read_bytes().count(b"\n") >= 3):
+            time.sleep(0.005)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+        self.assertNotIn("Traceback", err)
+        return process.returncode, out, err
+
+    def test_each_signal_stops_at_once_with_counts_and_how_to_resume(self):
+        for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+            for workers in (1, 3):
+                with self.subTest(number=number, workers=workers):
+                    self.log.unlink(missing_ok=True)
+                    returned, out, err = self.interrupted(number, "--workers", workers)
+                    self.assertEqual(returned, status)
+                    ran = len(self.rows())
+                    self.assertEqual(out, f"quick: planned 90, already logged 0, ran {ran}, not run {90 - ran}\n")
+                    self.assertEqual(err, f"interrupted; the same command resumes {self.log}\n")
+
+    def test_interrupt_does_not_wait_for_the_call_in_flight(self):
+        process = self.start("bench.py", "--system", "systems:slow", "--log", self.log, env={"SLOW_S": "30"})
+        while not self.log.exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=20)
+        self.assertLess(time.monotonic() - began, 10)
+        self.assertEqual((process.returncode, out), (130, "quick: planned 90, already logged 0, ran 0, not run 90\n"))
+
+    def test_signal_that_is_ignored_stays_ignored(self):
+        returned, out, _ = self.interrupted(signal.SIGHUP, "--trials", 1, env={"SLOW_S": "0.02"},
+                                            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+        self.assertEqual((returned, out), (0, "quick: planned 9, already logged 0, ran 9, not run 0\n"))
+
+    def test_full_disk_names_the_file_and_what_is_safe_and_resumes_after(self):
+        self.bench("--budget-s", 0, "--cases", self.cases_file(case(), case(id="two")))
+        room = self.log.stat().st_size + 1700
+
+        def little_room():
+            import resource
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+        out, err = self.bench("--cases", self.folder / "cases.json", status=1, preexec_fn=little_room)
+        safe = len(self.rows())
+        self.assertGreater(safe, 0)
+        self.assertRegex(err, rf"\Aerror: {re.escape(str(self.log))} cannot be written: .*; {safe} trials are safe in it")
+        self.assertEqual(out, f"quick: planned 20, already logged 0, ran {safe}, not run {20 - safe}\n")
+        out, _ = self.bench("--cases", self.folder / "cases.json")
+        self.assertEqual(out, f"quick: planned 20, already logged {safe}, ran {20 - safe}, not run 0\n")
+
+    def test_reader_that_goes_away_gets_no_traceback(self):
+        self.bench("--trials", 1)
+        process = self.start("report.py", self.log, "--out", self.folder / "report.json")
+        process.stdout.close()
+        err = process.stderr.read()
+        process.stderr.close()
+        self.assertEqual((process.wait(timeout=20), err), (1, ""))
+
+
+class TamperedLogs(BenchTest):
+    """A log that was tampered with, merged or half-edited is refused by line and reason, and left as it was."""
+
+    def setUp(self):
+        super().setUp()
+        self.bench("--trials", 2, "--budget-s", 0)
+        self.bench("--trials", 2)
+        self.lines = self.log.read_bytes().splitlines(keepends=True)
+
+    def refused_as(self, content, said):
+        """The log with this content must be refused on resume, on conversion and by the report."""
+        self.log.write_bytes(content)
+        error = self.refused("bench.py", "--system", "systems:quick", "--trials", 2, "--log", self.log)
+        self.assertIn(said, error)
+        self.assertIn(str(self.log), error)
+        case_set = harness.load_cases(HERE / "cases.json", harness.load_task("triage_task"))
+        with self.assertRaisesRegex(harness.RunError, re.escape(said)):
+            bench.to_recording(self.log, case_set)
+        with self.assertRaisesRegex(harness.RunError, re.escape(said)):
+            list(report.from_log(self.log, case_set, harness.load_task("triage_task"))[1])
+        self.assertEqual(self.log.read_bytes(), content)
+
+    def test_refusal_reads_alike_from_every_script(self):
+        content = b"".join(self.lines) + b"12\n"
+        self.log.write_bytes(content)
+        for script, args in (("bench.py", ["--system", "systems:quick", "--trials", 2, "--log", self.log]),
+                             ("bench.py", ["--log", self.log, "--convert", self.folder / "r.json"]),
+                             ("report.py", [self.log]), ("outputs_digest.py", [self.log])):
+            self.assertIn(f"{self.log}: line {len(self.lines) + 1}: it is not a trial", self.refused(script, *args))
+            self.assertEqual(self.log.read_bytes(), content)
+        self.assertFalse((self.folder / "r.json").exists())
+
+    def changed(self, line, **changes):
+        row = json.loads(self.lines[line - 1]) | changes
+        row = {key: value for key, value in row.items() if value is not ...}
+        return b"".join([*self.lines[:line - 1], json.dumps(row).encode() + b"\n", *self.lines[line:]])
+
+    def test_trial_twice(self):
+        self.refused_as(b"".join(self.lines) + self.lines[2], "case charged-twice, trial 0 is in the log twice")
+
+    def test_line_that_is_not_json_in_the_middle(self):
+        self.refused_as(b"".join([*self.lines[:4], b"oops\n", *self.lines[4:]]), "line 5 is not JSON")
+
+    def test_last_line_with_its_newline_is_not_forgiven(self):
+        self.refused_as(b"".join(self.lines) + b'{"case_id":\n', f"line {len(self.lines) + 1} is not JSON")
+
+    def test_blank_line_in_the_middle(self):
+        self.refused_as(b"".join([*self.lines[:4], b"\n", *self.lines[4:]]), "line 5 is not JSON")
+
+    def test_two_headers(self):
+        self.refused_as(b"".join([*self.lines, self.lines[0]]), f"line {len(self.lines) + 1}: a second header")
+
+    def test_rows_without_their_keys_or_of_the_wrong_types(self):
+        for changes, said in (({"case_id": "nobody"}, "case 'nobody' is not in the plan"), ({"case_id": 3}, "it is not a trial"),
+                              ({"trial": 2}, "trial 2 is not in the plan of 2"), ({"trial": True}, "trial True"),
+                              ({"trial": -1}, "trial -1"), ({"trial": ...}, "trial None"), ({"output": ...}, "a trial has exactly one of"),
+                              ({"error": {"types": ["E"], "message": "m"}}, "a trial has exactly one of"),
+                              ({"metadata": None}, "`metadata`"), ({"latency_s": "1"}, "`latency_s`"),
+                              ({"latency_s": None}, "`latency_s`"), ({"started_at": ...}, "`started_at`"),
+                              ({"output": ..., "error": {"types": [], "message": "m"}}, "`error`"),
+                              ({"output": ..., "error": "E"}, "`error`"), ({"case_id": ...}, "it is not a trial")):
+            with self.subTest(changes):
+                self.refused_as(self.changed(5, **changes), f"line 5: {said}")
+
+    def test_headers_of_the_wrong_types(self):
+        for changes in ({"trials": "2"}, {"trials": 0}, {"trials": 10 ** 12}, {"run_id": ...}, {"system": []}, {"splits": None},
+                        {"shard": "x"}, {"system": {}}):
+            with self.subTest(changes):
+                self.refused_as(self.changed(1, **changes), "line 1: the header's")
+
+    def test_files_that_are_no_trial_logs_at_all(self):
+        for content in (b"", b"hello", b"hello\n", b"{}\n", b"[1]\n", b"\x00\xff" * 999, (HERE / "cases.json").read_bytes(),
+                        gzip.compress(b"x")):
+            with self.subTest(content[:10]):
+                self.refused_as(content, "trial log")
+
+    def test_windows_line_ends_are_fine(self):
+        self.log.write_bytes(b"".join(self.lines).replace(b"\n", b"\r\n"))
+        out, _ = self.bench("--trials", 2)
+        self.assertIn("already logged 18, ran 0", out)
+        self.report()
+
+    def test_half_of_a_row_that_is_json_is_not_forgiven(self):
+        self.refused_as(b"".join(self.lines) + b"12", f"line {len(self.lines) + 1}: it is not a trial")
+
+
+class Outages(BenchTest):
+    """A trial is a result only if the model was asked."""
+
+    def scripted(self, script, *args, **kwargs):
+        (self.folder / "script.txt").write_text(script)
+        return self.bench("--cases", self.cases_file(case()), *args, system="systems:scripted", **kwargs)
+
+    def test_server_that_is_not_there_is_an_error_at_once(self):
+        began = time.monotonic()
+        out, err = self.scripted("away", status=1)
+        self.assertLess(time.monotonic() - began, 20)
+        self.assertEqual(out, "quick: planned 10, already logged 0, ran 0, not run 10\n")
+        self.assertEqual(err, "error: the server is away\n")
+        self.assertEqual(self.rows(), [])
+
+    def test_outage_is_waited_out_and_shows_in_the_trials_metadata(self):
+        out, _ = self.scripted("ok away ok", "--trials", 3)
+        self.assertEqual(out, "quick: planned 3, already logged 0, ran 3, not run 0\n")
+        rows = self.rows()
+        self.assertEqual([row["metadata"].get("waits") for row in rows], [None, 1, None])
+        self.assertGreaterEqual(rows[1]["metadata"]["waited_s"], 0.9)
+        self.assertLess(rows[1]["latency_s"], 0.9)
+
+    def test_patience_spent_leaves_trials_unrun_and_the_same_command_resumes(self):
+        out, err = self.scripted("ok ok away", "--patience-s", "0.1", status=1)
+        self.assertEqual(out, "quick: planned 10, already logged 0, ran 2, not run 8\n")
+        self.assertEqual(err, "error: the server is away (kept trying for 0.1 s; the same command resumes)\n")
+        out, _ = self.scripted("ok")
+        self.assertEqual(out, "quick: planned 10, already logged 2, ran 8, not run 0\n")
+
+    def test_busy_is_waited_out_even_before_the_first_trial(self):
+        out, _ = self.scripted("busy:0.05 busy:0.05 ok", "--trials", 2)
+        self.assertEqual(out, "quick: planned 2, already logged 0, ran 2, not run 0\n")
+        self.assertEqual(self.rows()[0]["metadata"]["waits"], 2)
+
+    def test_busy_without_end_spends_the_patience(self):
+        _, err = self.scripted("ok busy", "--patience-s", "0.1", status=1)
+        self.assertIn("the server is busy (kept trying for 0.1 s", err)
+
+    def test_budget_ends_the_waiting_too(self):
+        out, _ = self.scripted("ok away", "--budget-s", "0.3")
+        self.assertEqual(out, "quick: planned 10, already logged 0, ran 1, not run 9 (stopped by the time budget)\n")
+
+    def test_pause_grows_from_one_second_to_thirty_and_retry_after_to_120(self):
+        away = harness.Unavailable("away")
+        self.assertEqual([bench.pause_before_retry(away, waits) for waits in range(7)], [1, 2, 4, 8, 16, 30, 30])
+        self.assertEqual(bench.pause_before_retry(harness.Busy("busy", 7), 3), 7)
+        self.assertEqual(bench.pause_before_retry(harness.Busy("busy", 9999), 3), 120)
+        self.assertEqual(bench.pause_before_retry(harness.Busy("busy"), 1), 2)
+
+    def test_server_failures_are_results_while_the_server_lives(self):
+        (self.folder / "alive.txt").write_text("")
+        out, _ = self.scripted("ReplyTimeout ConnectionCut ServerError MalformedReply ServerError ok")
+        self.assertIn("ran 10, not run 0", out)
+        self.assertEqual([row["error"]["types"][0] for row in self.rows() if "error" in row],
+                         ["ReplyTimeout", "ConnectionCut", "ServerError", "MalformedReply", "ServerError"])
+
+    def test_three_failures_in_a_row_without_a_sign_of_life_are_an_outage(self):
+        out, err = self.scripted("ok ServerError ServerError ok ServerError", "--patience-s", "0.1", status=1)
+        self.assertIn("gives no sign of life", err)
+        self.assertEqual(out, "quick: planned 10, already logged 0, ran 7, not run 3\n")
+
+    def test_other_errors_never_ask_for_life(self):
+        out, _ = self.scripted("TruncatedReply")
+        self.assertIn("ran 10, not run 0", out)
