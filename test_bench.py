@@ -1068,3 +1068,749 @@ class Outages(BenchTest):
     def test_other_errors_never_ask_for_life(self):
         out, _ = self.scripted("TruncatedReply")
         self.assertIn("ran 10, not run 0", out)
+
+
+# What a real Ollama server (0.32.15) answered, byte for byte: [status, content type, body], or null where it closed
+# the connection without an answer.
+EXCHANGES = {row["name"]: row["response"] for row in map(json.loads, r'''
+{"name": "version", "response": [200, "application/json; charset=utf-8", "{\"version\":\"0.32.15\"}"]}
+{"name": "tags", "response": [200, "application/json; charset=utf-8", "{\"models\":[{\"name\":\"gemma3:270m\",\"model\":\"gemma3:270m\",\"modified_at\":\"2026-11-30T20:04:25.364396024Z\",\"size\":253113619,\"digest\":\"1e8926610f2554a55efacf719c81faf50543ded363c87585511f5d92b02f2565\",\"details\":{\"parent_model\":\"\",\"format\":\"gguf\",\"family\":\"gemma3\",\"families\":[\"gemma3\"],\"parameter_size\":\"268.10M\",\"quantization_level\":\"Q4_K_M\",\"context_length\":32768,\"embedding_length\":640},\"capabilities\":[\"completion\"]},{\"name\":\"smollm2:135m\",\"model\":\"smollm2:135m\",\"modified_at\":\"2026-11-30T20:04:25.674794329Z\",\"size\":98362813,\"digest\":\"321f3f3d8581b20b92636ee10dcce285490002b7b795b40a0532150b6f9a04cd\",\"details\":{\"parent_model\":\"\",\"format\":\"gguf\",\"family\":\"llama\",\"families\":[\"llama\"],\"parameter_size\":\"134.52M\",\"quantization_level\":\"Q4_1\",\"context_length\":8192,\"embedding_length\":576},\"capabilities\":[\"completion\"]}]}"]}
+{"name": "chat-gemma3-warm-same-seed", "response": [200, "application/json; charset=utf-8", "{\"model\":\"gemma3:270m\",\"created_at\":\"2026-11-30T20:04:27.37457063Z\",\"message\":{\"role\":\"assistant\",\"content\":\"{\\n  \\\"category\\\": \\\"billing\\\",\\n  \\\"needs_human\\\": true\\n}\"},\"done\":true,\"done_reason\":\"stop\",\"total_duration\":668621596,\"load_duration\":979594,\"prompt_eval_count\":62,\"prompt_eval_duration\":49744000,\"eval_count\":21,\"eval_duration\":614501000}"]}
+{"name": "chat-gemma3-num-predict-3", "response": [200, "application/json; charset=utf-8", "{\"model\":\"gemma3:270m\",\"created_at\":\"2026-11-30T20:04:28.826963998Z\",\"message\":{\"role\":\"assistant\",\"content\":\"{\\n  \"},\"done\":true,\"done_reason\":\"length\",\"total_duration\":139794732,\"load_duration\":991402,\"prompt_eval_count\":62,\"prompt_eval_duration\":54980000,\"eval_count\":3,\"eval_duration\":80041000}"]}
+{"name": "no-messages-just-loads", "response": [200, "application/json; charset=utf-8", "{\"model\":\"gemma3:270m\",\"created_at\":\"2026-11-30T20:04:32.808678915Z\",\"message\":{\"role\":\"assistant\",\"content\":\"\"},\"done\":true,\"done_reason\":\"load\"}"]}
+{"name": "unknown-model-chat", "response": [404, "application/json; charset=utf-8", "{\"error\":\"model 'nope:1b' not found\"}"]}
+{"name": "think-true-on-nonthinking", "response": [400, "application/json; charset=utf-8", "{\"error\":\"\\\"gemma3:270m\\\" does not support thinking\"}"]}
+{"name": "format-schema-bad-pattern", "response": [400, "application/json; charset=utf-8", "{\"error\":\"{\\\"error\\\":{\\\"code\\\":400,\\\"message\\\":\\\"Field 'json_schema': \\\\\\\"json_schema\\\\\\\": JSON schema conversion failed:\\\\nPattern must start with '^' and end with '$'\\\",\\\"type\\\":\\\"invalid_request_error\\\"}}\"}"]}
+{"name": "format-bogus-string", "response": [500, "application/json; charset=utf-8", "{\"error\":\"invalid format: \\\"\\\\\\\"yaml\\\\\\\"\\\"; expected \\\"json\\\" or a valid JSON Schema object\"}"]}
+{"name": "wrong-type-option-string", "response": [500, "application/json; charset=utf-8", "{\"error\":\"option \\\"temperature\\\" must be of type float32\"}"]}
+{"name": "malformed-json", "response": [400, "application/json; charset=utf-8", "{\"error\":\"unexpected EOF\"}"]}
+{"name": "wrong-path", "response": [404, "text/plain", "404 page not found"]}
+{"name": "bad-host-header", "response": [403, null, ""]}
+{"name": "context-overflow-single-long-user-message-default", "response": [200, "application/json; charset=utf-8", "{\"model\":\"gemma3:270m\",\"created_at\":\"2026-11-30T20:05:08.930008488Z\",\"message\":{\"role\":\"assistant\",\"content\":\"{ \\\"category\\\": \\\"account\\\",\\\"needs_human\\\": true}\"},\"done\":true,\"done_reason\":\"stop\",\"total_duration\":5781153921,\"load_duration\":5157397,\"prompt_eval_count\":2051,\"prompt_eval_duration\":4697683000,\"eval_count\":25,\"eval_duration\":1024228000}"]}
+{"name": "context-overflow-truncate-false", "response": [400, "application/json; charset=utf-8", "{\"error\":\"{\\\"error\\\":{\\\"code\\\":400,\\\"message\\\":\\\"request (14159 tokens) exceeds the available context size (4096 tokens), try increasing it\\\",\\\"type\\\":\\\"exceed_context_size_error\\\",\\\"n_prompt_tokens\\\":14159,\\\"n_ctx\\\":4096}}\"}"]}
+{"name": "token-repeat-guard-nonstream-200-done-false", "response": [200, "application/json; charset=utf-8", "{\"model\":\"smollm2:135m\",\"created_at\":\"2026-11-30T20:09:02.863760614Z\",\"message\":{\"role\":\"assistant\",\"content\":\"no no no no no no no no no no no no no no no no no no no no no no no no no no no no no no no\"},\"done\":false}"]}
+{"name": "runner-SIGKILL-mid-generation-nonstream", "response": [500, "application/json; charset=utf-8", "{\"error\":\"an error was encountered while running the model: unexpected EOF\"}"]}
+{"name": "server-SIGTERM-mid-generation-nonstream", "response": null}
+{"name": "v1-models", "response": [200, "application/json", "{\"object\":\"list\",\"data\":[{\"id\":\"gemma3:270m\",\"object\":\"model\",\"created\":1796069065,\"owned_by\":\"library\"},{\"id\":\"smollm2:135m\",\"object\":\"model\",\"created\":1796069065,\"owned_by\":\"library\"}]}"]}
+{"name": "v1-chat-json-schema", "response": [200, "application/json", "{\"id\":\"chatcmpl-416\",\"object\":\"chat.completion\",\"created\":1796069247,\"model\":\"gemma3:270m\",\"system_fingerprint\":\"fp_ollama\",\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"{\\n  \\\"category\\\": \\\"billing\\\",\\n  \\\"needs_human\\\": true\\n  }\"},\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":62,\"completion_tokens\":22,\"total_tokens\":84}}"]}
+{"name": "v1-chat-max-tokens-3", "response": [200, "application/json", "{\"id\":\"chatcmpl-309\",\"object\":\"chat.completion\",\"created\":1796069249,\"model\":\"gemma3:270m\",\"system_fingerprint\":\"fp_ollama\",\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"{\\n  \"},\"finish_reason\":\"length\"}],\"usage\":{\"prompt_tokens\":62,\"completion_tokens\":3,\"total_tokens\":65}}"]}
+{"name": "v1-unknown-model", "response": [404, "application/json", "{\"error\":{\"message\":\"model 'nope:1b' not found\",\"type\":\"not_found_error\",\"param\":null,\"code\":null}}"]}
+{"name": "v1-bad-schema", "response": [400, "application/json", "{\"error\":{\"message\":\"{\\\"error\\\":{\\\"code\\\":400,\\\"message\\\":\\\"Field 'json_schema': \\\\\\\"json_schema\\\\\\\": JSON schema conversion failed:\\\\nUnrecognized schema: {\\\\\\\"type\\\\\\\":\\\\\\\"bananas\\\\\\\"}\\\",\\\"type\\\":\\\"invalid_request_error\\\"}}\",\"type\":\"invalid_request_error\",\"param\":null,\"code\":null}}"]}
+{"name": "v1-missing-model", "response": [400, "application/json", "{\"error\":{\"message\":\"model is required\",\"type\":\"invalid_request_error\",\"param\":null,\"code\":null}}"]}
+{"name": "v1-token-repeat-guard-nonstream", "response": [200, "application/json", "{\"id\":\"chatcmpl-623\",\"object\":\"chat.completion\",\"created\":1796069343,\"model\":\"smollm2:135m\",\"system_fingerprint\":\"fp_ollama\",\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"no no no no no no no no no no no no no no no no no no no no no no no no no no no no no no no\"},\"finish_reason\":null}],\"usage\":{\"prompt_tokens\":0,\"completion_tokens\":0,\"total_tokens\":0}}"]}
+{"name": "v1-runner-SIGKILL-nonstream", "response": [500, "application/json", "{\"error\":{\"message\":\"an error was encountered while running the model: unexpected EOF\",\"type\":\"api_error\",\"param\":null,\"code\":null}}"]}
+{"name": "pseudothinking-think-absent-format", "response": [200, "application/json; charset=utf-8", "{\"model\":\"pseudothink:135m\",\"created_at\":\"2026-11-30T20:18:45.086467509Z\",\"message\":{\"role\":\"assistant\",\"content\":\"\",\"thinking\":\"In this issue, you can add an error with `false` in the format of JSON, which cannot be represented in a standard JSON. You should also check the type of the JSON that contains the message and validate if it is valid JSON (which is not JSON). Also, check if you have a refund policy\"},\"done\":true,\"done_reason\":\"length\",\"total_duration\":613422522,\"load_duration\":1081055,\"prompt_eval_count\":74,\"prompt_eval_duration\":9472000,\"eval_count\":64,\"eval_duration\":599852000}"]}
+{"name": "pseudothinking-think-false-format", "response": [200, "application/json; charset=utf-8", "{\"model\":\"pseudothink:135m\",\"created_at\":\"2026-11-30T20:18:44.464136701Z\",\"message\":{\"role\":\"assistant\",\"content\":\"{\\n    \\\"category\\\": \\\"billing\\\",\\n    \\\"needs_human\\\": true\\n}\"},\"done\":true,\"done_reason\":\"stop\",\"total_duration\":967998303,\"load_duration\":551881869,\"prompt_eval_count\":79,\"prompt_eval_duration\":224066000,\"eval_count\":19,\"eval_duration\":188265000}"]}
+{"name": "v1-pseudothinking-default", "response": [200, "application/json", "{\"id\":\"chatcmpl-24\",\"object\":\"chat.completion\",\"created\":1796069925,\"model\":\"pseudothink:135m\",\"system_fingerprint\":\"fp_ollama\",\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"\",\"reasoning\":\"Available roles: administrators, customers, payment managers\\nRequirements: \\nAvailable tasks: booking\\n\"},\"finish_reason\":\"length\"}],\"usage\":{\"prompt_tokens\":74,\"completion_tokens\":20,\"total_tokens\":94}}"]}
+{"name": "max-queue-2-cold-2", "response": [503, "application/json; charset=utf-8", "{\"error\":\"server busy, please try again.  maximum pending requests exceeded\"}"]}
+'''.strip().splitlines())}
+
+class ModelServer(http.server.ThreadingHTTPServer):
+    """A server on this machine that answers as `answer(request)` says, and keeps what it was asked.
+
+    A request is a dict of method, path, headers and body. An answer is (status, content type, body[, headers]);
+    None closes the connection without a byte; a callable gets the handler and does as it likes.
+    """
+    daemon_threads = True
+
+    def __init__(self, answer):
+        self.answer, self.requests, self.inside, self.most_inside = answer, [], 0, 0
+        self.lock = threading.Lock()
+        super().__init__(("127.0.0.1", 0), ModelHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        """Clients that hang up are what these tests are about."""
+
+    def chats(self):
+        """The bodies of the requests for an answer, the warm-up apart."""
+        return [request["body"] for request in self.requests if request["method"] == "POST"
+                and request["body"].get("messages") and request["body"].get("max_tokens") != 1]
+
+
+class ModelHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        request = {"method": self.command, "path": self.path, "headers": dict(self.headers),
+                   "body": json.loads(body) if body else None}
+        with self.server.lock:
+            self.server.requests.append(request)
+            self.server.inside += 1
+            self.server.most_inside = max(self.server.most_inside, self.server.inside)
+        try:
+            answer = self.server.answer(request)
+            if answer is None:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+            elif callable(answer):
+                answer(self)
+            else:
+                self.reply(*answer)
+        finally:
+            with self.server.lock:
+                self.server.inside -= 1
+
+    do_GET = do_POST
+
+    def reply(self, status, content_type, body, headers=()):
+        data = body if isinstance(body, bytes) else body.encode()
+        head = [f"HTTP/1.1 {status} X", f"Content-Length: {len(data)}", *(f"{key}: {value}" for key, value in headers)]
+        head += [f"Content-Type: {content_type}"] if content_type else []
+        self.wfile.write("\r\n".join(head).encode() + b"\r\n\r\n" + data)
+
+    def log_message(self, *args):
+        """Quiet."""
+
+
+def chat(content='{"category": "billing", "needs_human": true}', finish_reason="stop", **message):
+    """An OpenAI-compatible answer."""
+    return 200, "application/json", json.dumps({
+        "model": "m", "choices": [{"message": {"role": "assistant", "content": content} | message,
+                                   "finish_reason": finish_reason}],
+        "usage": {"prompt_tokens": 12, "completion_tokens": 7}, "system_fingerprint": "fp"})
+
+
+MODELS = 200, "application/json", '{"data": [{"id": "m"}]}'
+
+
+class ServerTest(BenchTest):
+
+    def serve(self, answer):
+        server = ModelServer(answer)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        self.addCleanup(thread.join)
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        return server
+
+    def serve_openai(self, answer):
+        """Serve the model m: /v1/models, the warm-up, and chats answered by `answer(request)`."""
+        return self.serve(lambda request: MODELS if request["path"] == "/v1/models"
+                          else chat() if (request["body"] or {}).get("max_tokens") == 1 else answer(request))
+
+    def serve_ollama(self, chat_exchange, **others):
+        """Serve what Ollama answered: `chat_exchange` to every chat, the rest by path."""
+        paths = {"/api/version": EXCHANGES["version"], "/api/tags": EXCHANGES["tags"]} | others
+
+        def answer(request):
+            if request["path"] == "/api/chat" and not request["body"]["messages"]:
+                return EXCHANGES["no-messages-just-loads"]
+            return paths.get(request["path"]) or (EXCHANGES[chat_exchange] if request["path"] == "/api/chat"
+                                                  else EXCHANGES["wrong-path"])
+        return self.serve(answer)
+
+    def openai(self, server, *args, **kwargs):
+        return self.bench("--endpoint", server if isinstance(server, str) else server.url, *args,
+                          system="model_triage:openai=m", **kwargs)
+
+    def respond(self, system):
+        """Ask a system in this process; return its Answer or what it raised."""
+        try:
+            return system.respond(case(), 3)
+        except Exception as error:
+            return error
+        finally:
+            if connection := getattr(system.http.local, "connection", None):
+                connection.close()
+
+    def openai_error(self, answer, **options):
+        server = self.serve(lambda request: answer)
+        return self.respond(model_triage.openai("m", endpoint=server.url, **options))
+
+    def ollama_error(self, exchange, **options):
+        server = self.serve(lambda request: EXCHANGES[exchange])
+        return self.respond(model_triage.OllamaSystem("x", "gemma3:270m", "0" * 12, endpoint=server.url, **options))
+
+
+class OllamaServers(ServerTest):
+    """The real client against what a real Ollama server answered."""
+
+    def test_run_on_any_installed_model(self):
+        server = self.serve_ollama("chat-gemma3-warm-same-seed")
+        out, _ = self.bench("--trials", 2, "--endpoint", server.url, system="model_triage:ollama=gemma3:270m")
+        self.assertEqual(out, "model-triage-gemma3:270m: planned 18, already logged 0, ran 18, not run 0\n")
+        header = bench.TrialLog(self.log).header
+        self.assertEqual(header["system"]["model"], "gemma3:270m@1e8926610f25")
+        self.assertEqual((header["server"], header["endpoint"]), ("ollama 0.32.15", server.url))
+        self.assertEqual(self.rows()[0]["output"], {"category": "billing", "needs_human": True})
+        self.assertEqual(self.rows()[9]["metadata"], {
+            "seed": 1001, "temperature": 1.0, "model": "gemma3:270m", "server": "ollama 0.32.15", "tokens_in": 62,
+            "tokens_out": 21, "load_s": 0.000979594, "prompt_s": 0.049744, "generation_s": 0.614501, "stop_reason": "stop"})
+
+    def test_request_is_the_one_described(self):
+        server = self.serve_ollama("chat-gemma3-warm-same-seed")
+        self.bench("--trials", 2, "--endpoint", server.url, system="model_triage:ollama=gemma3:270m")
+        chats = server.chats()
+        self.assertEqual(len(chats), 14)    # blank and missing input ask no model
+        self.assertEqual([body["options"]["seed"] for body in chats], [1000] * 7 + [1001] * 7)
+        body = chats[0]
+        self.assertEqual([message["role"] for message in body.pop("messages")], ["system", "user"])
+        self.assertEqual(body, {"model": "gemma3:270m", "stream": False, "think": False, "truncate": False,
+                                "format": triage_task.SCHEMA,
+                                "options": {"temperature": 1.0, "num_predict": 64, "seed": 1000}})
+
+    def test_model_is_loaded_before_the_first_trial_unless_told_otherwise(self):
+        server = self.serve_ollama("chat-gemma3-warm-same-seed")
+        self.bench("--trials", 1, "--endpoint", server.url, system="model_triage:ollama=gemma3:270m")
+        posts = [request["body"] for request in server.requests if request["method"] == "POST"]
+        self.assertEqual(posts[0], {"model": "gemma3:270m", "messages": [], "stream": False})
+        self.assertEqual(len(posts), 8)
+        self.log.unlink()
+        server.requests.clear()
+        self.bench("--trials", 1, "--no-warmup", "--endpoint", server.url, system="model_triage:ollama=gemma3:270m")
+        self.assertEqual(len([request for request in server.requests if request["method"] == "POST"]), 7)
+
+    def test_pinned_models_run_at_their_digest_and_at_no_other(self):
+        tags = json.loads(EXCHANGES["tags"][2])
+        for name, tag, digest in (("gemma", "gemma4:e2b", "b37049369adf"), ("qwen", "qwen3.5:0.8b", "de63045f2975")):
+            with self.subTest(name):
+                self.log.unlink(missing_ok=True)
+                tags["models"][0] |= {"name": tag, "digest": digest + "0" * 52}
+                server = self.serve_ollama("chat-gemma3-warm-same-seed",
+                                           **{"/api/tags": (200, "application/json", json.dumps(tags))})
+                self.bench("--trials", 1, "--endpoint", server.url, system=f"model_triage:{name}")
+                self.assertEqual(bench.TrialLog(self.log).header["system"]["model"], f"{tag}@{digest}")
+                self.log.unlink()
+                tags["models"][0]["digest"] = "f" * 64
+                server = self.serve_ollama("chat-gemma3-warm-same-seed",
+                                           **{"/api/tags": (200, "application/json", json.dumps(tags))})
+                error = self.refused("bench.py", "--log", self.log, "--endpoint", server.url,
+                                     "--system", f"model_triage:{name}")
+                self.assertIn(f"ffffffffffff, not the pinned {digest}", error)
+                self.assertFalse(self.log.exists())
+
+    def test_names_of_the_pinned_systems(self):
+        self.assertEqual([model_triage.gemma.name, model_triage.qwen.name], ["model-triage-gemma4", "model-triage-qwen3.5"])
+
+    def test_model_that_is_not_installed_is_named_with_what_to_do(self):
+        server = self.serve_ollama("unknown-model-chat")
+        for tag in ("nope:1b", "gemma3"):
+            error = self.refused("bench.py", "--log", self.log, "--endpoint", server.url,
+                                 "--system", f"model_triage:ollama={tag}")
+            self.assertIn("run `ollama pull", error)
+            self.assertIn("gemma3:270m, smollm2:135m", error)
+        self.assertIn("gemma3:latest", error)
+
+    def test_server_that_does_not_answer_says_how_to_start_it(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for system, said in (("model_triage:gemma", "ollama serve"), ("model_triage:ollama=x", "ollama serve"),
+                             ("model_triage:openai=x", "--endpoint URL")):
+            error = self.refused("bench.py", "--log", self.log, "--system", system,
+                                 "--endpoint", f"http://127.0.0.1:{port}")
+            self.assertIn(f"127.0.0.1:{port} cannot be reached", error)
+            self.assertIn(said, error)
+            self.assertFalse(self.log.exists())
+
+    def test_endpoint_that_is_not_ollama(self):
+        server = self.serve(lambda request: (200, "application/json", "[]"))
+        self.assertIn("/api/tags", self.refused("bench.py", "--log", self.log, "--endpoint", server.url,
+                                                "--system", "model_triage:ollama=x"))
+
+    def test_every_answer_that_was_seen_has_its_name(self):
+        for exchange, kind, said in (
+                ("chat-gemma3-num-predict-3", "TruncatedReply", "64 tokens"),
+                ("unknown-model-chat", "NotFound", "model 'nope:1b' not found"),
+                ("think-true-on-nonthinking", "BadRequest", '"gemma3:270m" does not support thinking'),
+                ("format-schema-bad-pattern", "BadRequest", "JSON schema conversion failed"),
+                ("format-bogus-string", "ServerError", "invalid format"),
+                ("wrong-type-option-string", "ServerError", "must be of type float32"),
+                ("malformed-json", "BadRequest", "unexpected EOF"),
+                ("wrong-path", "NotFound", "404 page not found"),
+                ("bad-host-header", "Unavailable", "answered 403"),
+                ("context-overflow-truncate-false", "BadRequest", "exceeds the available context size (4096 tokens)"),
+                ("token-repeat-guard-nonstream-200-done-false", "UnfinishedReply", "without finishing"),
+                ("runner-SIGKILL-mid-generation-nonstream", "ServerError", "unexpected EOF"),
+                ("server-SIGTERM-mid-generation-nonstream", "ConnectionCut", "lost"),
+                ("pseudothinking-think-absent-format", "TruncatedReply", "the tokens went into thinking"),
+                ("max-queue-2-cold-2", "Busy", "server busy, please try again")):
+            with self.subTest(exchange):
+                error = self.ollama_error(exchange)
+                self.assertEqual(type(error).__name__, kind)
+                self.assertIn(said, str(error))
+        self.assertEqual(self.ollama_error("pseudothinking-think-false-format").metadata["load_s"], 0.551881869)
+
+    def test_text_that_was_received_is_kept_with_the_error(self):
+        self.assertEqual(self.ollama_error("chat-gemma3-num-predict-3").text, "{\n  ")
+        self.assertTrue(self.ollama_error("token-repeat-guard-nonstream-200-done-false").text.startswith("no no"))
+        self.assertTrue(self.ollama_error("pseudothinking-think-absent-format").text.startswith("In this issue"))
+
+    def test_load_answer_to_a_real_chat_is_empty_and_not_a_result_with_zero_tokens(self):
+        error = self.ollama_error("no-messages-just-loads")
+        self.assertEqual(type(error).__name__, "EmptyReply")
+        self.assertNotIn("tokens_in", error.metadata)
+
+    def test_think_and_options_reach_the_request(self):
+        server = self.serve_ollama("chat-gemma3-warm-same-seed")
+        self.bench("--trials", 1, "--endpoint", server.url, "--think", "on", "--top-p", "0.5", "--max-tokens", 7,
+                   "--format", "json", "--temperature", "0.25", "--extra-body", '{"options": {"top_k": 3}, "keep_alive": 9}',
+                   system="model_triage:ollama=gemma3:270m")
+        body = server.chats()[0]
+        self.assertEqual((body["think"], body["format"], body["keep_alive"]), (True, "json", 9))
+        self.assertEqual(body["options"], {"temperature": 0.25, "num_predict": 7, "seed": 1000, "top_p": 0.5, "top_k": 3})
+
+    def test_ollama_host_is_read_as_ollama_reads_it(self):
+        for host, url in (("", "http://127.0.0.1:11434"), ("box", "http://box:11434"), ("box:1234", "http://box:1234"),
+                          (":5000", "http://127.0.0.1:5000"), ("http://box", "http://box:80"), ("https://box", "https://box:443"),
+                          ("http://box:9", "http://box:9"), ("[::1]:11434", "http://[::1]:11434"), ("::1", "http://[::1]:11434"),
+                          ("[::1]", "http://[::1]:11434"), ("http://box/a/b", "http://box:80/a/b"), ("box/p", "http://box:11434/p"),
+                          (" '1.2.3.4' ", "http://1.2.3.4:11434"), ("1.2.3.4:99999", "http://1.2.3.4:11434")):
+            self.assertEqual(model_triage.ollama_endpoint(host), url, host)
+        for host, asked in (("0.0.0.0:5000", "127.0.0.1"), ("[::]:5000", "::1"), ("box", "box")):
+            self.assertEqual(model_triage.Server(model_triage.ollama_endpoint(host), 1, "").host, asked)
+
+    def test_ollama_host_is_used_and_endpoint_overrides_it(self):
+        server = self.serve_ollama("chat-gemma3-warm-same-seed")
+        self.bench("--trials", 1, system="model_triage:ollama=gemma3:270m", env={"OLLAMA_HOST": server.url})
+        self.bench("--trials", 1, "--endpoint", server.url, system="model_triage:ollama=gemma3:270m",
+                   env={"OLLAMA_HOST": "127.0.0.1:1"})
+
+
+class OpenAIServers(ServerTest):
+
+    def test_run_over_an_openai_compatible_server(self):
+        server = self.serve_openai(lambda request: chat())
+        out, _ = self.openai(server.url + "/v1/", "--trials", 2)
+        self.assertEqual(out, "model-triage-m: planned 18, already logged 0, ran 18, not run 0\n")
+        body = server.chats()[7]
+        self.assertEqual([message["role"] for message in body.pop("messages")], ["system", "user"])
+        self.assertEqual(body.pop("response_format")["json_schema"]["schema"], triage_task.SCHEMA)
+        self.assertEqual(body, {"model": "m", "temperature": 1.0, "max_tokens": 64, "seed": 1001})
+        self.assertEqual({request["path"] for request in server.requests}, {"/v1/models", "/v1/chat/completions"})
+        self.assertEqual(self.rows()[0]["metadata"], {"seed": 1000, "temperature": 1.0, "tokens_in": 12, "tokens_out": 7,
+                                                      "model": "m", "server": "fp", "stop_reason": "stop"})
+
+    def test_every_answer_of_ollamas_v1_that_was_seen_has_its_name(self):
+        for exchange, kind, said in (
+                ("v1-chat-max-tokens-3", "TruncatedReply", "64 tokens"),
+                ("v1-unknown-model", "NotFound", "model 'nope:1b' not found"),
+                ("v1-bad-schema", "BadRequest", "Unrecognized schema"),
+                ("v1-missing-model", "BadRequest", "model is required"),
+                ("v1-token-repeat-guard-nonstream", "UnfinishedReply", "without finishing"),
+                ("v1-runner-SIGKILL-nonstream", "ServerError", "unexpected EOF"),
+                ("v1-pseudothinking-default", "TruncatedReply", "the tokens went into thinking")):
+            with self.subTest(exchange):
+                error = self.openai_error(EXCHANGES[exchange])
+                self.assertEqual(type(error).__name__, kind)
+                self.assertIn(said, str(error))
+        answer = self.openai_error(EXCHANGES["v1-chat-json-schema"])
+        self.assertEqual(answer.output, {"category": "billing", "needs_human": True})
+        self.assertNotIn("tokens_in", self.openai_error(EXCHANGES["v1-token-repeat-guard-nonstream"]).metadata)
+
+    def test_where_several_faults_hold_the_first_in_order_names_it(self):
+        for kind, answer in (("RefusedReply", chat("", "length", refusal="I cannot")),
+                             ("RefusedReply", chat("half", "content_filter")),
+                             ("UnfinishedReply", chat("", None)), ("TruncatedReply", chat("", "length")),
+                             ("TruncatedReply", chat("{", "length")), ("EmptyReply", chat(" \n", "stop")),
+                             ("EmptyReply", chat(None, "stop", reasoning_content="hm")), ("JSONDecodeError", chat("{", "stop")),
+                             ("JSONDecodeError", chat("```json\n{}\n```", "stop"))):
+            with self.subTest(kind):
+                self.assertEqual(type(self.openai_error(answer)).__name__, kind)
+        self.assertIn("tokens went into thinking", str(self.openai_error(chat("", "stop", reasoning="hm"))))
+
+    def test_what_is_no_reply_at_all_has_a_name_too(self):
+        for kind, answer in (
+                ("MalformedReply", (200, "application/json", "{}")), ("MalformedReply", (200, "application/json", "[]")),
+                ("MalformedReply", (200, "text/html", "<html>hello")), ("MalformedReply", (200, "application/json", "NaN")),
+                ("MalformedReply", (200, "application/json", '{"choices": []}')),
+                ("MalformedReply", chat(["parts"])), ("MalformedReply", (200, "application/json", b"\xff\xfe")),
+                ("MalformedReply", (200, "text/plain", b"x" * (16 * 2 ** 20 + 1))),
+                ("MalformedReply", lambda handler: handler.wfile.write(b"SSH-2.0-x\r\n\r\n") and handler.connection.close()),
+                ("ServerError", (500, "text/plain", "")), ("ServerError", (599, "text/plain", "x")),
+                ("BadRequest", (400, "text/plain", "bad")), ("BadRequest", (422, "application/json", '{"detail": "bad"}')),
+                ("Unavailable", (401, "text/plain", "")), ("Unavailable", (403, "text/plain", "")),
+                ("NotFound", (404, "text/plain", "")), ("Busy", (429, "text/plain", "")), ("Busy", (503, "text/plain", "")),
+                ("ConnectionCut", None)):
+            with self.subTest((kind, str(answer)[:40])):
+                error = self.openai_error(answer)
+                self.assertEqual(type(error).__name__, kind, error)
+
+    def test_connection_lost_in_the_middle_of_the_answer(self):
+        def half(handler):
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{\"half\":")
+            handler.close_connection = True
+
+        def half_chunked(handler):
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{\"hal")
+            handler.close_connection = True
+        for answer in (half, half_chunked):
+            self.assertEqual(type(self.openai_error(answer)).__name__, "ConnectionCut")
+
+    def test_chunked_answer_is_read(self):
+        def chunked(handler):
+            body = chat()[2].encode()
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for start in range(0, len(body), 50):
+                part = body[start:start + 50]
+                handler.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+            handler.wfile.write(b"0\r\n\r\n")
+        self.assertEqual(self.openai_error(chunked).output["category"], "billing")
+
+    def test_text_kept_is_bounded_and_says_what_came(self):
+        server = self.serve_openai(lambda request: chat("é" * 9000))
+        self.openai(server, "--trials", 1)
+        error = self.rows()[0]["error"]
+        self.assertEqual((error["types"][0], error["text"]), ("JSONDecodeError", "é" * 4000))
+
+    def test_any_bytes_a_model_can_return(self):
+        odd = ['"a\\u2028\\u0085\\u001c"', '"\\ud800"', '"\\u0000"', "NaN", "9" * 5000, "[" * 5000 + "]" * 5000,
+               json.dumps("x" * 2_000_000), '{"category": NaN}', "null", '"\u2028\x85中"']
+        server = self.serve_openai(lambda request: chat(odd[request["body"]["seed"] - 1000]))
+        cases = self.cases_file(case())
+        self.openai(server, "--cases", cases, "--trials", len(odd))
+        self.assertEqual([row["error"]["types"][0] if "error" in row else row["output"] for row in self.rows()],
+                         ["a\u2028\x85\x1c", "\ud800", "\x00", "JSONDecodeError", "JSONDecodeError", "JSONDecodeError",
+                          "x" * 2_000_000, "JSONDecodeError", None, "\u2028\x85中"])
+        self.report(self.log, "--cases", cases)
+
+    def test_model_that_the_server_does_not_serve_is_an_error_before_the_first_trial(self):
+        server = self.serve(lambda request: EXCHANGES["v1-models"])
+        error = self.refused("bench.py", "--log", self.log, "--endpoint", server.url, "--system", "model_triage:openai=m")
+        self.assertIn("does not serve m; it serves gemma3:270m, smollm2:135m", error)
+        self.assertFalse(self.log.exists())
+
+    def test_server_that_does_not_list_its_models_is_used_all_the_same(self):
+        for unlisted in ((404, "text/plain", ""), (500, "text/plain", ""), (200, "text/plain", "hi"), (200, "text/plain", "{}")):
+            self.log.unlink(missing_ok=True)
+            server = self.serve(lambda request: unlisted if request["path"] == "/v1/models" else chat())
+            self.openai(server, "--trials", 1)
+
+    def test_warm_up_is_one_token_and_in_no_trial(self):
+        server = self.serve_openai(lambda request: chat())
+        self.openai(server, "--trials", 1)
+        tokens = [request["body"]["max_tokens"] for request in server.requests if request["method"] == "POST"]
+        self.assertEqual(tokens, [1] + [64] * 7)
+        self.openai(server, "--trials", 1)    # nothing to run: nothing is loaded
+        self.assertEqual(len(server.requests), 9)
+
+    def test_what_the_server_refuses_shows_before_the_first_trial(self):
+        server = self.serve(lambda request: MODELS if request["method"] == "GET" else
+                            (400, "application/json", '{"error": {"message": "no schema here"}}'))
+        error = self.refused("bench.py", "--log", self.log, "--endpoint", server.url, "--system", "model_triage:openai=m")
+        self.assertIn("no schema here", error)
+        self.assertFalse(self.log.exists())
+
+    def test_options_shape_the_request_and_the_identity(self):
+        server = self.serve_openai(lambda request: chat())
+        self.openai(server, "--trials", 1)
+        before = self.log.read_bytes()
+        for option, value, key in (("--temperature", "0.5", "temperature"), ("--max-tokens", "9", "max_tokens"),
+                                   ("--top-p", "0.9", "top_p"), ("--format", "none", "format"),
+                                   ("--extra-body", '{"top_k": 5}', "extra_body")):
+            with self.subTest(option):
+                error = self.refused("bench.py", "--log", self.log, "--endpoint", server.url, "--trials", 1,
+                                     "--system", "model_triage:openai=m", option, value)
+                self.assertIn(f"system.sampling.{key}", error)
+                self.assertEqual(self.log.read_bytes(), before)
+                other = self.folder / "other.jsonl"
+                other.unlink(missing_ok=True)
+                self.run_script("bench.py", "--log", other, "--endpoint", server.url, "--trials", 1,
+                                "--system", "model_triage:openai=m", option, value)
+                body = server.chats()[-1]
+                self.assertEqual(body.get("top_k" if key == "extra_body" else key),
+                                 {"format": None, "extra_body": 5}.get(key, json.loads(value) if key != "format" else None))
+                self.assertEqual("response_format" in body, key != "format")
+
+    def test_endpoint_and_timeouts_are_no_part_of_the_identity(self):
+        first, second = (self.serve_openai(lambda request: chat()) for _ in range(2))
+        self.openai(first, "--budget-s", 0)
+        out, _ = self.openai(second, "--timeout-s", 7, "--workers", 2)
+        self.assertIn("already logged 0, ran 90", out)
+
+    def test_extra_body_may_not_set_what_the_bench_sets(self):
+        for body in ('{"seed": 1}', '{"messages": []}', '{"options": {"seed": 2}}', '{"stream": true}'):
+            self.assertIn("the extra body sets", self.refused(
+                "bench.py", "--system", "model_triage:openai=m", "--endpoint", "http://127.0.0.1:1", "--extra-body", body))
+
+    def test_dry_run_prints_the_plan_and_the_first_request_and_asks_nothing(self):
+        out, _ = self.openai("http://127.0.0.1:1", "--dry-run", "--trials", 3)
+        plan, _, body = out.partition("\n")
+        self.assertEqual(plan, f"model-triage-m: planned 27, already logged 0, to run 27; log {self.log}")
+        self.assertEqual((json.loads(body)["seed"], json.loads(body)["model"]), (1000, "m"))
+        self.assertFalse(self.log.exists())
+        server = self.serve_openai(lambda request: chat())
+        self.openai(server, "--trials", 3, "--budget-s", 0)
+        before = self.log.read_bytes()
+        self.assertIn("already logged 0, to run 27", self.openai(server, "--trials", 3, "--dry-run")[0])
+        self.assertEqual(self.log.read_bytes(), before)
+
+
+class Transport(ServerTest):
+    """Time, size, proxies, keys and redirects."""
+
+    def test_endpoints_that_are_no_http_urls(self):
+        for url in ("ftp://x", "localhost:8080", "http://", "http://x:99999", "http://x/?a=1", "http://a b", "x", "http://[::1"):
+            with self.subTest(url):
+                self.assertIn("endpoint", self.refused("bench.py", "--log", self.log, "--endpoint", url,
+                                                       "--system", "model_triage:openai=m"))
+
+    def test_endpoint_with_a_password_is_refused_with_a_pointer_to_the_key(self):
+        error = self.refused("bench.py", "--log", self.log, "--endpoint", "http://me:secret-word@127.0.0.1:1",
+                             "--system", "model_triage:openai=m")
+        self.assertIn("BENCH_API_KEY", error)
+        self.assertNotIn("secret-word", error)
+
+    def test_unknown_host_and_failed_tls_are_unavailable(self):
+        server = self.serve(lambda request: chat())
+        for url in ("http://host.invalid", server.url.replace("http:", "https:"), "http://" + "x" * 300):
+            with self.subTest(url[:40]):
+                error = self.respond(model_triage.openai("m", endpoint=url, timeout_s=5))
+                self.assertEqual(type(error).__name__, "Unavailable", error)
+
+    def test_key_is_sent_and_shows_up_nowhere(self):
+        key = "sk-very-secret-0123456789"
+        answers = [(400, "application/json", json.dumps({"error": f"bad key {key}"})), (500, "text/plain", f"key {key}"),
+                   (200, "text/plain", f"not json {key}"), chat()]
+        server = self.serve_openai(lambda request: answers[(request["body"]["seed"] - 1000) % 4])
+        out, err = self.openai(server, "--trials", 4, env={"BENCH_API_KEY": key})
+        self.assertEqual({request["headers"].get("Authorization") for request in server.requests}, {f"Bearer {key}"})
+        self.run_script("bench.py", "--log", self.log, "--convert", self.folder / "r.json")
+        out += self.report()[1]
+        for text in (out, err, self.log.read_text(), (self.folder / "r.json").read_text(),
+                     (self.folder / "report.json").read_text()):
+            self.assertNotIn("secret", text)
+        self.assertIn("[BENCH_API_KEY]", self.log.read_text())
+
+    def test_key_that_no_header_can_carry_is_refused_unseen(self):
+        error = self.refused("bench.py", "--log", self.log, "--endpoint", "http://127.0.0.1:1", "--system",
+                             "model_triage:openai=m", env={"BENCH_API_KEY": "secret\nword"})
+        self.assertIn("BENCH_API_KEY", error)
+        self.assertNotIn("secret", error)
+
+    def test_wrong_key_stops_the_run_at_once(self):
+        server = self.serve(lambda request: (401, "application/json", '{"error": {"message": "who are you"}}'))
+        error = self.refused("bench.py", "--log", self.log, "--endpoint", server.url, "--system", "model_triage:openai=m")
+        self.assertIn("who are you; is the right key in BENCH_API_KEY?", error)
+
+    def test_redirect_is_an_error_that_names_its_target_and_takes_no_key_along(self):
+        target = self.serve(lambda request: chat())
+        server = self.serve(lambda request: (307, "text/plain", "", [("Location", target.url + "/v1/chat/completions")]))
+        error = self.respond(model_triage.openai("m", endpoint=server.url))
+        self.assertEqual(type(error).__name__, "BadRequest")
+        self.assertIn(target.url, str(error))
+        self.assertIn(target.url, self.refused("bench.py", "--log", self.log, "--endpoint", server.url,
+                                               "--system", "model_triage:openai=m", env={"BENCH_API_KEY": "k"}))
+        self.assertEqual(target.requests, [])
+
+    def test_timeout_bounds_the_whole_call(self):
+        def silent(handler):
+            time.sleep(3)
+
+        def drip_body(handler):
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            for _ in range(60):
+                handler.wfile.write(b" ")
+                time.sleep(0.05)
+
+        def drip_head(handler):
+            for byte in b"HTTP/1.1 200 OK\r\nX-Long: " + b"y" * 100:
+                handler.wfile.write(bytes([byte]))
+                time.sleep(0.05)
+        for answer in (silent, drip_body, drip_head):
+            with self.subTest(answer.__name__):
+                began = time.monotonic()
+                error = self.openai_error(answer, timeout_s=0.3)
+                self.assertEqual(type(error).__name__, "ReplyTimeout")
+                self.assertLess(time.monotonic() - began, 2.5)
+
+    def test_connection_is_kept_open_and_renewed_when_the_server_closed_it(self):
+        server = self.serve(lambda request: chat())
+        system = model_triage.openai("m", endpoint=server.url)
+        accepted = []
+        get_request = server.get_request
+        server.get_request = lambda: accepted.append(1) or get_request()
+        self.addCleanup(lambda: system.http.local.connection.close())
+        for trial in range(5):
+            system.respond(case(), trial)
+        self.assertEqual(len(accepted), 1)
+        server.answer = lambda request: (*chat(), [("Connection", "close")])
+        system.respond(case(), 5)
+        system.respond(case(), 6)
+        self.assertEqual(len(accepted), 2)
+
+        def then_close(handler):
+            handler.reply(*chat())
+            handler.close_connection = True
+        server.answer = lambda request: then_close
+        for trial in range(3):    # the server hangs up after each answer without a word
+            system.respond(case(), trial)
+            self.assertTrue(_soon(lambda: model_triage._readable(system.http.local.connection.sock)))
+
+    def test_loopback_is_never_asked_through_a_proxy(self):
+        proxy = self.serve(lambda request: (502, "text/plain", "from the proxy"))
+        server = self.serve_openai(lambda request: chat())
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+            self.log.unlink(missing_ok=True)
+            self.openai(server, "--trials", 1, env={name: proxy.url, "NO_PROXY": "", "no_proxy": ""})
+        self.assertEqual(proxy.requests, [])
+        for host, loopback in (("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
+                               ("a.localhost", True), ("10.0.0.1", False), ("box", False)):
+            self.assertEqual(model_triage._is_loopback(host), loopback, host)
+
+    def test_other_hosts_follow_the_usual_proxy_variables(self):
+        proxy = self.serve_openai(lambda request: chat())
+        proxied = self.serve(lambda request: MODELS if request["path"].endswith("/v1/models") else chat())
+        for name in ("http_proxy", "ALL_PROXY"):
+            self.log.unlink(missing_ok=True)
+            self.openai("http://model.invalid:8000", "--trials", 1,
+                        env={name: proxied.url.replace("http://", "http://me:word@"), "no_proxy": ""})
+        self.assertEqual({request["path"] for request in proxied.requests},
+                         {"http://model.invalid:8000/v1/models", "http://model.invalid:8000/v1/chat/completions"})
+        self.assertEqual(proxied.requests[0]["headers"]["Proxy-Authorization"], "Basic bWU6d29yZA==")
+        self.assertEqual(proxied.requests[0]["headers"]["Host"], "model.invalid:8000")
+        self.log.unlink()
+        error = self.refused("bench.py", "--log", self.log, "--endpoint", "http://model.invalid:8000", "--system",
+                             "model_triage:openai=m", env={"http_proxy": proxy.url, "no_proxy": "model.invalid"})
+        self.assertIn("cannot be reached", error)
+
+    def test_https_goes_through_the_proxys_tunnel(self):
+        asked = []
+        proxy = self.serve(lambda request: chat())
+        ModelHandler.do_CONNECT = lambda handler: (asked.append(handler.path), handler.reply(403, "text/plain", "no"))
+        self.addCleanup(lambda: delattr(ModelHandler, "do_CONNECT"))
+        error = self.refused("bench.py", "--log", self.log, "--endpoint", "https://model.invalid", "--system",
+                             "model_triage:openai=m", env={"https_proxy": proxy.url, "no_proxy": ""})
+        self.assertEqual(asked, ["model.invalid:443"])
+        self.assertIn("cannot be reached", error)
+
+    def test_retry_after_in_seconds_and_as_a_date(self):
+        from email.utils import formatdate
+        for value, low, high in (("7", 7, 7), ("0", 0, 0), (formatdate(time.time() + 50, usegmt=True), 45, 50),
+                                 (formatdate(time.time() - 50, usegmt=True), 0, 0)):
+            error = self.openai_error((429, "text/plain", "slow down", [("Retry-After", value)]))
+            self.assertTrue(low <= error.retry_after_s <= high, value)
+        for value in ("soon", "-5", "", "٣"):
+            self.assertIsNone(model_triage.retry_after({"Retry-After": value}))
+
+    def test_rate_limit_is_waited_out_and_not_in_the_latency(self):
+        calls = []
+
+        def answer(request):
+            calls.append(request["body"]["seed"])
+            return (429, "text/plain", "slow down", [("Retry-After", "1")]) if len(calls) == 2 else chat()
+        server = self.serve_openai(answer)
+        self.openai(server, "--trials", 2, "--cases", self.cases_file(case()))
+        rows = self.rows()
+        self.assertEqual([row["metadata"].get("waits") for row in rows], [None, 1])
+        self.assertGreaterEqual(rows[1]["metadata"]["waited_s"], 0.9)
+        self.assertLess(rows[1]["latency_s"], 0.9)
+
+    def test_big_model_that_loads_behind_503_is_waited_for(self):
+        answers = iter([(503, "application/json", '{"error": {"message": "Loading model"}}', [("Retry-After", "0")])] * 3)
+        server = self.serve(lambda request: next(answers, None) or (MODELS if request["method"] == "GET" else chat()))
+        out, _ = self.openai(server, "--trials", 1)
+        self.assertIn("ran 9, not run 0", out)
+        self.assertNotIn("waits", self.rows()[0]["metadata"])
+
+    def test_server_that_dies_overnight_leaves_trials_unrun_and_a_resume_ends_alike(self):
+        served = []
+
+        def answer(request):
+            served.append(1)
+            if len(served) == 4:
+                threading.Thread(target=lambda: (server.shutdown(), server.server_close())).start()
+                return (*chat(), [("Connection", "close")])
+            return chat()
+        server = self.serve_openai(answer)
+        out, err = self.openai(server, "--trials", 2, "--patience-s", "0.2", status=1)
+        ran = len(self.rows())
+        self.assertEqual(out, f"model-triage-m: planned 18, already logged 0, ran {ran}, not run {18 - ran}\n")
+        self.assertIn("the same command resumes", err)
+        errors = [row["error"]["types"][0] for row in self.rows() if "error" in row]
+        self.assertLessEqual(len([kind for kind in errors if kind != "ValueError"]), 1)    # one may have been on its way
+        again = self.serve_openai(lambda request: chat())
+        self.openai(again, "--trials", 2)
+        self.assertEqual(len(self.rows()), 18)
+
+
+def _soon(true, seconds=5):
+    """Wait until true() is, for at most some seconds; return whether it came to be."""
+    ends_at = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > ends_at:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+class Workers(ServerTest):
+
+    def test_n_workers_keep_n_calls_in_flight_and_never_more(self):
+        together = threading.Barrier(3)
+
+        def answer(request):
+            together.wait(timeout=10)    # answers only once three are in flight
+            return chat()
+        server = self.serve_openai(answer)
+        cases = self.cases_file(case(), case(id="two"), case(id="three"))
+        self.openai(server, "--cases", cases, "--trials", 4, "--workers", 3)
+        self.assertEqual(server.most_inside, 3)
+        self.assertEqual(bench.TrialLog(self.log).header["workers"], 3)
+        self.assertEqual(len(self.rows()), 12)
+
+    def test_trials_start_in_trial_major_order(self):
+        server = self.serve_openai(lambda request: chat())
+        self.openai(server, "--trials", 4, "--workers", 3)
+        seeds = [body["seed"] for body in server.chats()]
+        self.assertTrue(all(later >= earlier - 1 for earlier, later in zip(seeds, seeds[1:])), seeds)
+        self.assertEqual(len({(row["case_id"], row["trial"]) for row in self.rows()}), 36)
+
+    def test_budget_awaits_and_logs_the_calls_in_flight(self):
+        out, _ = self.bench("--workers", 4, "--budget-s", "0.1", system="systems:slow", env={"SLOW_S": "0.3"})
+        self.assertEqual(out, f"quick: planned 90, already logged 0, ran {len(self.rows())}, not run {90 - len(self.rows())} "
+                              "(stopped by the time budget)\n")
+        self.assertGreaterEqual(len(self.rows()), 4)
+
+    def test_outage_with_workers_ends_once_and_logs_nothing_for_it(self):
+        server = self.serve_openai(lambda request: chat() if request["body"]["seed"] == 1000 else
+                                   (401, "text/plain", "gone"))
+        out, err = self.openai(server, "--workers", 4, "--patience-s", "0.1", status=1)
+        self.assertEqual(err.count("error:"), 1)
+        self.assertEqual({row["trial"] for row in self.rows() if "output" in row}, {0})
+
+    def test_request_delay_paces_requests(self):
+        times = []
+        server = self.serve_openai(lambda request: times.append(time.monotonic()) or chat())
+        self.openai(server, "--trials", 4, "--workers", 4, "--request-delay-s", "0.1", "--cases", self.cases_file(case()))
+        self.assertGreaterEqual(times[-1] - times[0], 0.25)
+
+
+class Progress(ServerTest):
+
+    @unittest.skipUnless(hasattr(os, "openpty"), "needs a pseudo-terminal")
+    def run_on_terminal(self, *args):
+        """Run on a terminal; return what standard error showed and standard output."""
+        terminal, inner = os.openpty()
+        self.addCleanup(os.close, terminal)
+        process = subprocess.Popen([sys.executable, str(HERE / "bench.py"), "--system", "systems:slow", "--log", str(self.log),
+                                    "--trials", "6", *args], cwd=self.folder, env=ENVIRONMENT | {"SLOW_S": "0.03"},
+                                   stdout=subprocess.PIPE, stderr=inner, encoding="utf-8")
+        os.close(inner)
+        shown = b""
+        try:
+            while part := os.read(terminal, 4096):
+                shown += part
+        except OSError:    # the other end was closed
+            pass
+        out, _ = process.communicate(timeout=20)
+        return shown.decode(), out
+
+    def test_line_on_a_terminal_rewrites_itself(self):
+        shown, out = self.run_on_terminal()
+        self.assertRegex(shown, r"\r\d+ of 54 trials, \d+\.\d\d a second, 0:00:\d\d left, 0 incomplete so far *\r")
+        self.assertNotIn("\n", shown)
+        self.assertEqual(out, "quick: planned 54, already logged 0, ran 54, not run 0\n")
+
+    def test_quiet_and_no_terminal_show_nothing(self):
+        self.assertEqual(self.run_on_terminal("--quiet")[0], "")
+        self.log.unlink()
+        self.assertEqual(self.bench(system="systems:slow")[1], "")
+
+
+if __name__ == "__main__":
+    unittest.main()
