@@ -26,31 +26,32 @@ SHOWN_K = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 # --- metrics ----------------------------------------------------------------------------------------------
 
-def pass_at_k(n, c, k):
-    """Return the chance that at least one of k trials, drawn without replacement from n of which c passed, passes.
+def pass_power_k(n, c):
+    """Return, for k = 1 to n, the chance that all k trials drawn without replacement from n, of which c passed,
+    pass: C(c, k) / C(n, k), the pass^k of Yao et al. 2024, "tau-bench". (By the ratio from one k to the next.)"""
+    chances, chance = [], 1.0
+    for drawn in range(n):
+        chance *= max(c - drawn, 0) / (n - drawn)
+        chances.append(chance)
+    return chances
 
-    1 - C(n-c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
-    (1 - (1 - c/n)^k would be biased.)
-    """
-    return 1 - math.comb(n - c, k) / math.comb(n, k)
 
-
-def pass_power_k(n, c, k):
-    """Return the chance that all k trials, drawn without replacement from n of which c passed, pass.
-
-    C(c, k) / C(n, k): pass^k of Yao et al. 2024, "tau-bench".
-    """
-    return math.comb(c, k) / math.comb(n, k)
+def pass_at_k(n, c):
+    """Return, for k = 1 to n, the chance that at least one of k trials drawn without replacement from n, of which
+    c passed, passes: 1 - C(n-c, k) / C(n, k), equation 1 of Chen et al. 2021, "Evaluating Large Language Models
+    Trained on Code". (1 - (1 - c/n)^k would be biased.)"""
+    return [1 - none_passes for none_passes in pass_power_k(n, n - c)]
 
 
 def curve(n, passes):
     """Return both metrics for k = 1 to n, each a mean over cases, from each case's passes of n trials."""
     cases = Counter(passes)
 
-    def mean(metric, k):
-        return round(math.fsum(count * metric(n, c, k) for c, count in cases.items()) / len(passes), 4)
-    return {str(k): {"pass_at_k": mean(pass_at_k, k), "pass_power_k": mean(pass_power_k, k)}
-            for k in range(1, n + 1)}
+    def means(metric):
+        by_case = [(count, metric(n, c)) for c, count in cases.items()]
+        return [round(math.fsum(count * values[k] for count, values in by_case) / len(passes), 4) for k in range(n)]
+    return {str(k): {"pass_at_k": at, "pass_power_k": power}
+            for k, (at, power) in enumerate(zip(means(pass_at_k), means(pass_power_k)), 1)}
 
 
 def nearest_rank(ordered, percent):

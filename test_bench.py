@@ -622,11 +622,19 @@ class Numbers(BenchTest):
                 trials = [True] * c + [False] * (n - c)
                 for k in range(1, n + 1):
                     subsets = list(itertools.combinations(trials, k))
-                    self.assertAlmostEqual(report.pass_at_k(n, c, k), sum(map(any, subsets)) / len(subsets), 12)
-                    self.assertAlmostEqual(report.pass_power_k(n, c, k), sum(map(all, subsets)) / len(subsets), 12)
+                    self.assertAlmostEqual(report.pass_at_k(n, c)[k - 1], sum(map(any, subsets)) / len(subsets), 12)
+                    self.assertAlmostEqual(report.pass_power_k(n, c)[k - 1], sum(map(all, subsets)) / len(subsets), 12)
+
+    def test_both_metrics_are_exact_at_a_thousand_trials(self):
+        for c in (0, 1, 3, 500, 997, 1000):
+            at, power = report.pass_at_k(1000, c), report.pass_power_k(1000, c)
+            for k in (1, 2, 10, 333, 500, 999, 1000):
+                whole = math.comb(1000, k)
+                self.assertLess(abs(at[k - 1] - float(1 - Fraction(math.comb(1000 - c, k), whole))), 1e-12)
+                self.assertLess(abs(power[k - 1] - float(Fraction(math.comb(c, k), whole))), 1e-12)
 
     def test_metrics_are_not_the_biased_ones(self):
-        self.assertNotAlmostEqual(report.pass_at_k(10, 7, 3), 1 - 0.3 ** 3, 3)
+        self.assertNotAlmostEqual(report.pass_at_k(10, 7)[2], 1 - 0.3 ** 3, 3)
 
     def test_percentiles_by_nearest_rank(self):
         self.assertEqual([report.nearest_rank([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], p) for p in (50, 90, 95, 100)], [5, 9, 10, 10])
