@@ -63,31 +63,36 @@ def header_fault(header):
     if not (isinstance(header, dict) and "bench_version" in header):
         return "the file is not a trial log: its first line is no header"
     kinds = {"bench_version": str, "harness_version": str, "run_id": str, "started_at": str, "inputs_sha256": str,
-             "case_set_sha256": str, "system": dict, "splits": list, "trials": int, "workers": int, "environment": dict,
-             "task": dict, "cases": str}
+             "case_set_sha256": str, "system": dict, "splits": list, "trials": int, "shard": type(None)}
     for key, kind in kinds.items():
-        if type(header.get(key)) is not kind:
+        if key not in header or type(header[key]) is not kind:
             return f"the header's `{key}` is missing or of the wrong type"
     if not 1 <= header["trials"] <= harness.MAX_TRIALS:
         return f"the header's `trials` is {header['trials']}"
-    if "shard" not in header or header["shard"] is not None:
-        return "the header's `shard` must be null"
     if missing := [key for key in harness.IDENTITY if key not in header["system"]]:
         return f"the header's `system` has no `{missing[0]}`"
-    return None
+    return f"the header's {fault}" if (fault := session_fault(header)) else None
+
+
+def session_fault(line):
+    """Return what is wrong with the keys that describe a session (of the header or of a resume line), or None."""
+    kinds = {"budget_s": (int, float, type(None)), "workers": int, "environment": dict, "task": dict, "cases": str,
+             "endpoint": (str, type(None)), "server": (str, type(None))}
+    return next((f"`{key}` is missing or of the wrong type" for key, kind in kinds.items()
+                 if not isinstance(line.get(key, ...), kind)), None)
 
 
 class TrialLog:
     """A trial log on the disk: read row by row and, opened for writing, locked and appended to.
 
-    `header` is its first line; `sessions` are the resume lines read so far; `held` tells which trials were read
+    `header` is its first line; `sessions` describes the first session and each that resumed it, as read so far; `held` tells which trials were read
     or appended (case id -> a byte a trial), `count` how many; `end` is where the last whole line ends.
     """
 
     def __init__(self, path, case_ids=None, writable=False):
         """Raises RunError for a file that is no log, or that another process is writing."""
         self.path, self.case_ids, self.file = path, case_ids, None
-        self.sessions, self.held, self.count = [], {}, 0
+        self.held, self.count = {}, 0
         if writable:
             self.file = open(path, "r+b", buffering=0)
             self._lock()
@@ -96,6 +101,7 @@ class TrialLog:
             _, self.end, self.header = next(self.lines, (0, 0, None))
             if fault := header_fault(self.header):
                 raise RunError(f"{path}: line 1: {fault}")
+            self.sessions = [{key: self.header[key] for key in ("started_at", *DESCRIBING)}]
         except BaseException:
             self.close()
             raise
@@ -134,7 +140,7 @@ class TrialLog:
         if isinstance(row, dict) and "case_id" not in row and "bench_version" in row:
             return "a second header: two logs were put together"
         if isinstance(row, dict) and "case_id" not in row and isinstance(row.get("resumed_at"), str):
-            return None
+            return session_fault(row)
         if fault := harness.row_fault(row, self.case_ids, self.header["trials"]):
             return fault
         if not isinstance(row.get("started_at"), str):
@@ -161,6 +167,8 @@ class TrialLog:
             self._write_at_end(line)
             if "case_id" in row:
                 self._hold(row)
+            else:
+                self.sessions.append(row)
             if time.monotonic() - self.synced_at >= 1:
                 self.sync()
         except OSError as error:
@@ -229,6 +237,7 @@ def to_recording(path, case_set):
     kept = ("run_id", "harness_version", "system", "case_set_sha256", "inputs_sha256", "splits", "trials")
     planned = harness.plan(case_set, log.header["splits"], log.header["trials"])
     return {key: log.header[key] for key in kept} | {
+        "sessions": log.sessions,
         "results": [rows.get((case["id"], trial)) or harness.not_run(case["id"], trial) for case, trial in planned]}
 
 
@@ -290,6 +299,7 @@ class Run:
         if answer is None:
             return None
         started_at, result = answer
+        result["metadata"]["session"] = len(self.log.sessions) - 1    # whose server, Python and machine the log tells
         if waits:
             result["metadata"] |= {"waits": waits, "waited_s": round(waited_s, 3)}
         return {"case_id": case["id"], "trial": trial, "started_at": started_at} | result

@@ -512,13 +512,15 @@ def graded(case, row, run_id, checks):
 
 
 def manifest(recording, case_set, task, recording_sha256):
-    """Return a run record's manifest. `recording` is a dict with at least `run_id`, `system`, `splits`, `trials`."""
+    """Return a run record's manifest. `recording` is a dict with `run_id`, `system`, `splits`, `trials`
+    and `sessions`: who ran it, when, where and on which server."""
     import platform
     return {"harness_version": HARNESS_VERSION, "run_id": recording["run_id"],
             "system": recording["system"] | {"mode": "replay"},
             "task": {"name": task.name, "sha256": task.sha256},
             "case_set": {key: case_set[key] for key in ("name", "sha256", "inputs_sha256")},
-            "splits": recording["splits"], "trials": recording["trials"], "recording_sha256": recording_sha256,
+            "splits": recording["splits"], "trials": recording["trials"], "sessions": recording["sessions"],
+            "recording_sha256": recording_sha256,
             "graded_at": now(), "python": platform.python_version(), "platform": platform.platform()}
 
 
@@ -534,7 +536,7 @@ def of_case_set(made_from, case_set, source):
 def grade_recording(recording, case_set, task, source):
     """Return the run record of a recording. Raises RunError where it is not a whole recording of these cases."""
     keys = {"run_id": str, "system": dict, "case_set_sha256": str, "inputs_sha256": str, "splits": list,
-            "trials": int, "results": list}
+            "trials": int, "sessions": list, "results": list}
     if not isinstance(recording, dict) or not all(isinstance(recording.get(key), kind) for key, kind in keys.items()):
         raise RunError(f"{source} is not a recording (`bench.py --convert` writes one)")
     of_case_set(recording, case_set, source)
@@ -671,7 +673,7 @@ def record(system, case_set, splits, trials):
     ask(system, "check_model")
     head = {"run_id": new_run_id(), "harness_version": HARNESS_VERSION, "system": system_identity(system),
             "case_set_sha256": case_set["sha256"], "inputs_sha256": case_set["inputs_sha256"],
-            "splits": splits, "trials": trials}
+            "splits": splits, "trials": trials, "sessions": []}
     return head | {"results": [recorded({"case_id": case["id"], "trial": trial} | attempt(system, case, trial))
                                for case, trial in plan(case_set, splits, trials)]}
 

@@ -519,7 +519,7 @@ class OllamaSystem(ChatSystem):
 
     def parts(self, value, metadata):
         """Return (text, thinking, refusal, stop reason) of a chat reply."""
-        seconds = {key: value[field] / 1e9 for key, field in (
+        seconds = {key: round(value[field] / 1e9, 9) for key, field in (
             ("load_s", "load_duration"), ("prompt_s", "prompt_eval_duration"), ("generation_s", "eval_duration"))
             if field in value}
         _keep(metadata, model=value.get("model"), server=self.server, tokens_in=value.get("prompt_eval_count"),
@@ -578,7 +578,7 @@ class OpenAISystem(ChatSystem):
         usage, timings = value.get("usage") or {}, value.get("timings") or {}
         if usage.get("prompt_tokens"):    # all zero where the server did not count
             _keep(metadata, tokens_in=usage["prompt_tokens"], tokens_out=usage.get("completion_tokens"))
-        seconds = {key: timings[field] / 1e3 for key, field in (("prompt_s", "prompt_ms"), ("generation_s", "predicted_ms"))
+        seconds = {key: round(timings[field] / 1e3, 9) for key, field in (("prompt_s", "prompt_ms"), ("generation_s", "predicted_ms"))
                    if field in timings}
         _keep(metadata, model=value.get("model"), server=value.get("system_fingerprint") or self.server, **seconds)
         choice = value["choices"][0]

@@ -78,7 +78,7 @@ def from_log(path, case_set, task):
     log = bench.TrialLog(path, {case["id"] for case in case_set["cases"]})
     harness.of_case_set(log.header, case_set, path)
     cases = {case["id"]: case for case in harness.in_splits(case_set, log.header["splits"])}
-    manifest = harness.manifest(log.header, case_set, task, None)
+    manifest = harness.manifest(log.header | {"sessions": log.sessions}, case_set, task, None)
 
     def results():
         digest = harness.TrialDigest(log.header["trials"])
@@ -108,7 +108,9 @@ def from_run_record(path, case_set):
         seen = {(result["case_id"], result["trial"]) for result in results}
         if not len(seen) == len(results) == len(case_ids) * manifest["trials"]:
             raise RunError(f"{path} does not hold each planned trial of {case_set['file']} once")
-        return {key: manifest[key] for key in ("run_id", "system", "task", "trials", "splits", "recording_sha256")}, results
+        needed = ("run_id", "system", "task", "trials", "splits", "sessions", "recording_sha256")
+        what_mixes(manifest["sessions"], [])
+        return {key: manifest[key] for key in needed}, results
     except (TypeError, LookupError, AttributeError):
         raise RunError(f"{path} is not a run record (`harness.py run` writes one); a trial log ends in .jsonl") from None
 
@@ -119,8 +121,9 @@ def summarize(source, manifest, results, case_set):
     trials = manifest["trials"]
     cases = harness.in_splits(case_set, manifest["splits"])
     marks = {case["id"]: bytearray(MARKS["not run"] * trials, "ascii") for case in cases}
-    failures, errors, latencies = Counter(), Counter(), array("d")
+    failures, errors, latencies, named = Counter(), Counter(), array("d"), set()
     for result in results:
+        named.add((result["metadata"].get("model"), result["metadata"].get("server")))
         error = result["reason"].partition(":")[0] if result["verdict"] == "incomplete" else None
         if error != "NotRun":
             marks[result["case_id"]][result["trial"]] = ord(MARKS[result["verdict"]])
@@ -137,6 +140,7 @@ def summarize(source, manifest, results, case_set):
     return {
         "system": manifest["system"], "source": source, "run_id": manifest["run_id"],
         "recording_sha256": manifest["recording_sha256"], "task": manifest["task"],
+        "sessions": manifest["sessions"], "mixed": what_mixes(manifest["sessions"], named),
         "trials_per_case": trials, "cases": len(cases), "verdicts": verdicts, "not_run": missing,
         "failures_by_check": dict(failures.most_common()), "incomplete_by_error": dict(errors.most_common()),
         "per_case": per_case,
@@ -145,6 +149,16 @@ def summarize(source, manifest, results, case_set):
         "curve": None if missing else curve(trials, [counts["pass"] for counts in per_case.values()]),
         "latency_s": {"trials": len(ordered), "median": nearest_rank(ordered, 50), "p90": nearest_rank(ordered, 90)},
     }
+
+
+def what_mixes(sessions, named):
+    """Return what differs within a log, as a dict of lists: between its sessions, or between its replies (`named`
+    holds the pairs of model and server that they name)."""
+    values = {key: [session[key] for session in sessions] for key in ("server", "endpoint", "workers")}
+    values |= {key: [session["environment"].get(key) for session in sessions] for key in ("python", "platform", "hardware")}
+    values |= {"model in replies": [model for model, _ in named], "server in replies": [server for _, server in named]}
+    distinct = {key: sorted({str(value) for value in found if value is not None}) for key, found in values.items()}
+    return {key: found for key, found in distinct.items() if len(found) > 1}
 
 
 def counts_of(marks):
@@ -164,6 +178,8 @@ def block(system):
           f"from {system['source']}"
     yield f"  {verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['incomplete']} incomplete" \
           + (f" ({system['not_run']} of them not run)" if system["not_run"] else "")
+    for key, found in system["mixed"].items():
+        yield f"  this log mixes {key}: {', '.join(found)}; its trials may not be alike"
     for title, key in (("failed at", "failures_by_check"), ("incomplete by", "incomplete_by_error")):
         if system[key]:
             yield f"  {title}: " + ", ".join(f"{name} {count}" for name, count in system[key].items())

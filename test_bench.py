@@ -284,13 +284,28 @@ class StopAndResume(BenchTest):
         self.log.write_bytes(header + b"".join(lines))
         self.assertEqual(self.report()[0], first)
 
-    def test_resume_under_another_server_or_machine_is_allowed_and_recorded(self):
-        self.bench("--trials", 1, "--budget-s", 0)
-        text = self.log.read_text().replace('"python":"', '"python":"older ')
-        self.log.write_text(text)
-        self.bench("--trials", 1)
-        self.assertNotEqual(bench.TrialLog(self.log).header["environment"]["python"],
-                            json.loads(self.log.read_text().splitlines()[1])["environment"]["python"])
+    def test_resume_under_another_python_or_server_is_allowed_and_the_report_names_what_it_mixes(self):
+        (self.folder / "script.txt").write_text("ok")
+        self.bench("--trials", 2, "--budget-s", "0.1", system="systems:slow", env={"SLOW_S": "0.06"})
+        self.log.write_text(self.log.read_text().replace('"python":"', '"python":"older '))
+        first = len(self.rows())
+        self.bench("--trials", 2, "--workers", 2, "--hardware", "another", system="systems:slow", env={"SLOW_S": "0"})
+        self.assertEqual([row["metadata"]["session"] for row in self.rows()], [0] * first + [1] * (18 - first))
+        self.run_script("bench.py", "--log", self.log, "--convert", self.folder / "r.json")
+        self.run_script("harness.py", "run", "--recording", self.folder / "r.json", "--out", self.folder / "o.json")
+        for source in (self.log, self.folder / "o.json"):
+            written, out = self.report(source)
+            self.assertEqual(written["systems"][0]["mixed"]["workers"], ["1", "2"])
+            self.assertIn("this log mixes python: ", out)
+            self.assertIn("older ", out)
+
+    def test_replies_that_name_different_models_are_visible(self):
+        (self.folder / "mixed.py").write_text(SYSTEMS + """
+quick.respond = lambda case, trial: harness.Answer({}, {"model": f"m{trial}", "server": "s"})
+""")
+        self.bench("--trials", 2, system="mixed:quick")
+        written, out = self.report()
+        self.assertEqual(written["systems"][0]["mixed"], {"model in replies": ["m0", "m1"]})
 
     def test_outputs_digest_is_free_of_times_and_order(self):
         self.bench(system="model_triage:embedded")
@@ -990,7 +1005,7 @@ class TamperedLogs(BenchTest):
                 self.refused_as(self.changed(5, **changes), f"line 5: {said}")
 
     def test_headers_of_the_wrong_types(self):
-        for changes in ({"trials": "2"}, {"trials": 0}, {"trials": 10 ** 12}, {"run_id": ...}, {"system": []}, {"splits": None},
+        for changes in ({"workers": None}, {"environment": "x"}, {"trials": "2"}, {"trials": 0}, {"trials": 10 ** 12}, {"run_id": ...}, {"system": []}, {"splits": None},
                         {"shard": "x"}, {"system": {}}):
             with self.subTest(changes):
                 self.refused_as(self.changed(1, **changes), "line 1: the header's")
@@ -1006,6 +1021,9 @@ class TamperedLogs(BenchTest):
         out, _ = self.bench("--trials", 2)
         self.assertIn("already logged 18, ran 0", out)
         self.report()
+
+    def test_resume_line_without_its_keys(self):
+        self.refused_as(self.changed(2, workers="two"), "line 2: `workers`")
 
     def test_half_of_a_row_that_is_json_is_not_forgiven(self):
         self.refused_as(b"".join(self.lines) + b"12", f"line {len(self.lines) + 1}: it is not a trial")
@@ -1247,7 +1265,8 @@ class OllamaServers(ServerTest):
         self.assertEqual(self.rows()[0]["output"], {"category": "billing", "needs_human": True})
         self.assertEqual(self.rows()[9]["metadata"], {
             "seed": 1001, "temperature": 1.0, "model": "gemma3:270m", "server": "ollama 0.32.15", "tokens_in": 62,
-            "tokens_out": 21, "load_s": 0.000979594, "prompt_s": 0.049744, "generation_s": 0.614501, "stop_reason": "stop"})
+            "tokens_out": 21, "load_s": 0.000979594, "prompt_s": 0.049744, "generation_s": 0.614501, "stop_reason": "stop",
+            "session": 0})
 
     def test_request_is_the_one_described(self):
         server = self.serve_ollama("chat-gemma3-warm-same-seed")
@@ -1391,7 +1410,7 @@ class OpenAIServers(ServerTest):
         self.assertEqual(body, {"model": "m", "temperature": 1.0, "max_tokens": 64, "seed": 1001})
         self.assertEqual({request["path"] for request in server.requests}, {"/v1/models", "/v1/chat/completions"})
         self.assertEqual(self.rows()[0]["metadata"], {"seed": 1000, "temperature": 1.0, "tokens_in": 12, "tokens_out": 7,
-                                                      "model": "m", "server": "fp", "stop_reason": "stop"})
+                                                      "model": "m", "server": "fp", "stop_reason": "stop", "session": 0})
 
     def test_every_answer_of_ollamas_v1_that_was_seen_has_its_name(self):
         for exchange, kind, said in (
