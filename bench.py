@@ -567,11 +567,13 @@ def main(argv=None):
     add_model_options(parser)
     args = parser.parse_args(argv)
     stop_on_signals()
+    system = None
     try:
         task = harness.load_task(args.task)
         case_set = harness.load_cases(args.cases, task)
         options = {name: value for name in MODEL_OPTIONS if (value := getattr(args, name)) is not None}
-        system = None if args.convert and args.log else harness.load_system(args.system, **options)
+        if not (args.convert and args.log):
+            system = harness.load_system(args.system, **options)
         path = args.log or default_log(system.name)
         if args.convert:
             return convert(path, case_set, args.convert)
@@ -580,6 +582,8 @@ def main(argv=None):
             run_benchmark(system, case_set, header, path, args)
     except Interrupted as signal:    # before the first trial
         return 128 + signal.args[0]
+    finally:
+        harness.ask(system, "close")
 
 
 if __name__ == "__main__":

@@ -705,7 +705,11 @@ def main(argv=None):
         print(f"{case_set['file']}: {len(case_set['cases'])} cases ({counts}); every expected answer passes, "
               f"and each of {refused} junk outputs is refused")
     elif args.command == "record":
-        recording = record(load_system(args.system), case_set, ["development"], args.trials)
+        system = load_system(args.system)
+        try:
+            recording = record(system, case_set, ["development"], args.trials)
+        finally:
+            ask(system, "close")
         write(args.out, json_chunks(recording, "results"))
         print(f"{args.out}: {len(recording['results'])} trials recorded")
     else:

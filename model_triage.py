@@ -18,7 +18,6 @@ import os
 import random
 import re
 import socket
-import threading
 import time
 import urllib.parse
 from functools import cached_property, partial
@@ -158,11 +157,12 @@ class _TimedResponse(http.client.HTTPResponse):
 
 
 class Server:
-    """A model's server: JSON over HTTP, on one kept-open connection a thread, bounded in time and size."""
+    """A model's server: JSON over HTTP, on connections that are kept open, bounded in time and size."""
 
     def __init__(self, endpoint, timeout_s, start_hint):
         """`endpoint` is an http or https URL. Raises RunError for any other, and for a key that cannot be sent."""
-        self.timeout_s, self.start_hint, self.local = timeout_s, start_hint, threading.local()
+        self.timeout_s, self.start_hint = timeout_s, start_hint
+        self.idle = []    # connections that are open and not in use
         try:
             parts = urllib.parse.urlsplit(endpoint)
             if parts.username or parts.password:    # and never show them
@@ -199,9 +199,9 @@ class Server:
         return parts
 
     def _connection(self, deadline):
-        """Return this thread's connection: the kept one, unless the server has closed it meanwhile."""
-        connection = getattr(self.local, "connection", None)
-        if connection is not None and connection.sock is not None:
+        """Return an idle connection that the server has not closed meanwhile, or a new one."""
+        while self.idle:
+            connection = self.idle.pop()
             if not _readable(connection.sock):
                 return connection
             connection.close()
@@ -217,8 +217,12 @@ class Server:
         except (OSError, ValueError, http.client.HTTPException) as error:    # ValueError: no name that can be looked up
             raise Unavailable(f"{self.endpoint} cannot be reached: {_reason(error)}; {self.start_hint}") from None
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.local.connection = connection
         return connection
+
+    def close(self):
+        """Close the idle connections."""
+        while self.idle:
+            self.idle.pop().close()
 
     def _proxy_headers(self):
         if not (self.proxy and self.proxy.username):
@@ -256,10 +260,13 @@ class Server:
                 raise MalformedReply(f"the answer is larger than {MAX_BODY} bytes")
             if len(data) < int(response.headers.get("Content-Length") or 0):
                 raise ConnectionCut("the connection was lost in the middle of the answer", self._shown(data))
-            return self._judge(response.status, response.headers, data), response.headers
+            value = self._judge(response.status, response.headers, data)
         except BaseException as error:
             connection.close()
             raise _named(error, timeout_s) from None
+        if connection.sock is not None:    # None where the server asked to close
+            self.idle.append(connection)
+        return value, response.headers
 
     def _judge(self, status, headers, data):
         """Return the JSON value of an answer, or raise what its status means."""
@@ -431,6 +438,11 @@ class ChatSystem:
             raise Busy(f"{self.endpoint} is still loading {self.asked_model}") from None
         except ReplyError as error:
             raise RunError(f"{self.asked_model} did not warm up: {error} (--no-warmup goes on without)") from None
+
+    def close(self):
+        """Close the connections to the server."""
+        if "http" in self.__dict__:
+            self.http.close()
 
     def alive(self):
         """True if the server answers at all."""

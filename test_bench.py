@@ -1,7 +1,9 @@
 """The tests: python3 -m unittest. No model, no network beyond this machine, nothing left behind."""
+import contextlib
 import gzip
 import hashlib
 import http.server
+import io
 import itertools
 import json
 import math
@@ -33,6 +35,10 @@ DEVELOPMENT = ["charged-twice", "stuck-tracking", "password-changed", "product-a
                "charged-after-closing", "blank-message", "missing-body", "late-order"]
 ENVIRONMENT = {key: value for key, value in os.environ.items()
                if not key.lower().endswith("_proxy") and key not in ("OLLAMA_HOST", "BENCH_API_KEY")}
+if sys.flags.dev_mode:    # the scripts are then watched as the tests are
+    ENVIRONMENT |= {"PYTHONDEVMODE": "1", "PYTHONWARNINGS": "error"}
+HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
+PYTHON = [sys.executable, "-S"]    # the scripts need no site module, and starting it is a third of a short run
 
 SYSTEMS = '''
 """Systems for the tests: each answers at once unless it says otherwise."""
@@ -99,7 +105,7 @@ class BenchTest(unittest.TestCase):
         self.log = self.folder / "log.jsonl"
 
     def start(self, script, *args, env=None, **kwargs):
-        return subprocess.Popen([sys.executable, str(HERE / script) if not os.path.isabs(script) else script,
+        return subprocess.Popen([*PYTHON, str(HERE / script) if not os.path.isabs(script) else script,
                                  *map(str, args)], cwd=self.folder, env=ENVIRONMENT | (env or {}),
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", **kwargs)
 
@@ -113,6 +119,26 @@ class BenchTest(unittest.TestCase):
 
     def bench(self, *args, system="systems:quick", **kwargs):
         return self.run_script("bench.py", "--system", system, "--log", self.log, *args, **kwargs)
+
+    def refused_inside(self, module, *args):
+        """As `refused`, by the script's own main in this process: for long tables of bad input."""
+        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+        signals = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, *HANGUP)]
+        before = os.getcwd()
+        os.chdir(self.folder)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                status = harness.run_command(lambda: module.main([str(arg) for arg in args]))
+        finally:
+            os.chdir(before)
+            for number, handler in signals:
+                signal.signal(number, handler)
+            for stream in (out, err):
+                stream.flush()
+        said = err.buffer.getvalue().decode("utf-8")
+        self.assertEqual(status, 1, said)
+        self.assertRegex(said, r"\Aerror: [^\n]+\n\Z")
+        return said
 
     def refused(self, script, *args, status=1, **kwargs):
         """Run a script that must fail with one line `error: ...`; return that line."""
@@ -180,7 +206,7 @@ class MainJob(BenchTest):
         folder = self.project()
         elsewhere = self.folder / "elsewhere"
         elsewhere.mkdir()
-        done = subprocess.run([sys.executable, str(folder / "bench.py"), "--trials", "1"], cwd=elsewhere, env=ENVIRONMENT,
+        done = subprocess.run([*PYTHON, str(folder / "bench.py"), "--trials", "1"], cwd=elsewhere, env=ENVIRONMENT,
                               capture_output=True, encoding="utf-8")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(list(elsewhere.iterdir()), [])
@@ -365,7 +391,7 @@ class Refusals(BenchTest):
                            ("systems:factory", "systems:factory=MODEL"), ("systems:quick=m", "options"),
                            ("model_triage:openai=m", "--endpoint URL")):
             with self.subTest(spec):
-                self.assertIn(said, self.refused("bench.py", "--system", spec, "--log", self.log))
+                self.assertIn(said, self.refused_inside(bench, "--system", spec, "--log", self.log))
                 self.assertFalse(self.log.exists())
 
     def test_module_that_does_not_import(self):
@@ -464,7 +490,7 @@ class CaseSets(BenchTest):
         for said, cases in faults.items():
             with self.subTest(said):
                 path = self.cases_file(*cases)
-                error = self.refused("harness.py", "check", "--cases", path)
+                error = self.refused_inside(harness, "check", "--cases", path)
                 self.assertIn(str(path), error)
                 self.assertIn(said.strip(), error)
                 if cases and isinstance(cases[-1], dict) and said != "an id is":
@@ -599,7 +625,7 @@ class Grading(BenchTest):
                 changed = json.loads(json.dumps(whole))
                 change(changed)
                 (self.folder / "r.json").write_text(json.dumps(changed))
-                self.assertIn(said, self.refused("harness.py", "run", "--recording", "r.json", "--out", "o.json"))
+                self.assertIn(said, self.refused_inside(harness, "run", "--recording", "r.json", "--out", "o.json"))
 
     def test_run_record_that_was_tampered_with_is_refused(self):
         self.run_script("harness.py", "record", "--trials", 1, "--out", self.folder / "r.json")
@@ -615,7 +641,7 @@ class Grading(BenchTest):
                 changed = json.loads(json.dumps(whole))
                 change(changed)
                 (self.folder / "bad.json").write_text(json.dumps(changed))
-                self.assertIn(said, self.refused("report.py", "bad.json"))
+                self.assertIn(said, self.refused_inside(report, "bad.json"))
 
 
 class Numbers(BenchTest):
@@ -796,7 +822,7 @@ class AnyPointOfDeath(BenchTest):
                                   "if 'bench_version' in a[0] else encode(*a, **k)\n"}.get(
                     name, f"os.{name} = lambda *a: os._exit(9)\n")
                 code += "bench.main(['--trials', '1', '--log', 'log.jsonl'])"
-                done = subprocess.run([sys.executable, "-c", code], cwd=self.folder,
+                done = subprocess.run([*PYTHON, "-c", code], cwd=self.folder,
                                       env=ENVIRONMENT | {"PYTHONPATH": str(HERE)})
                 self.assertEqual(done.returncode, 9)
                 self.assertFalse(self.log.exists())
@@ -839,7 +865,7 @@ class AnyPointOfDeath(BenchTest):
                 "def write(self, line):\n    append(self, line)\n    clock[0] += 0.4\n"
                 "bench.TrialLog._write_at_end = write\n"
                 "bench.main(['--trials', '1', '--log', 'log.jsonl'])\nprint([round(t, 1) for t in synced])")
-        done = subprocess.run([sys.executable, "-c", code], cwd=self.folder, env=ENVIRONMENT | {"PYTHONPATH": str(HERE)},
+        done = subprocess.run([*PYTHON, "-c", code], cwd=self.folder, env=ENVIRONMENT | {"PYTHONPATH": str(HERE)},
                               capture_output=True, encoding="utf-8")
         # nine trials of 0.4 s: the header at 0; then at 1.2, 2.4 and 3.6 s; and the end
         self.assertEqual(done.stdout.splitlines()[-1], "[0.0, 1.2, 2.4, 3.6, 3.6]", done.stderr)
@@ -952,7 +978,7 @@ class TamperedLogs(BenchTest):
     def refused_as(self, content, said):
         """The log with this content must be refused on resume, on conversion and by the report."""
         self.log.write_bytes(content)
-        error = self.refused("bench.py", "--system", "systems:quick", "--trials", 2, "--log", self.log)
+        error = self.refused_inside(bench, "--system", "systems:quick", "--trials", 2, "--log", self.log)
         self.assertIn(said, error)
         self.assertIn(str(self.log), error)
         case_set = harness.load_cases(HERE / "cases.json", harness.load_task("triage_task"))
@@ -1240,8 +1266,7 @@ class ServerTest(BenchTest):
         except Exception as error:
             return error
         finally:
-            if connection := getattr(system.http.local, "connection", None):
-                connection.close()
+            system.close()
 
     def openai_error(self, answer, **options):
         server = self.serve(lambda request: answer)
@@ -1530,8 +1555,8 @@ class OpenAIServers(ServerTest):
                                    ("--top-p", "0.9", "top_p"), ("--format", "none", "format"),
                                    ("--extra-body", '{"top_k": 5}', "extra_body")):
             with self.subTest(option):
-                error = self.refused("bench.py", "--log", self.log, "--endpoint", server.url, "--trials", 1,
-                                     "--system", "model_triage:openai=m", option, value)
+                error = self.refused_inside(bench, "--log", self.log, "--endpoint", server.url, "--trials", 1,
+                                            "--system", "model_triage:openai=m", option, value)
                 self.assertIn(f"system.sampling.{key}", error)
                 self.assertEqual(self.log.read_bytes(), before)
                 other = self.folder / "other.jsonl"
@@ -1551,8 +1576,8 @@ class OpenAIServers(ServerTest):
 
     def test_extra_body_may_not_set_what_the_bench_sets(self):
         for body in ('{"seed": 1}', '{"messages": []}', '{"options": {"seed": 2}}', '{"stream": true}'):
-            self.assertIn("the extra body sets", self.refused(
-                "bench.py", "--system", "model_triage:openai=m", "--endpoint", "http://127.0.0.1:1", "--extra-body", body))
+            self.assertIn("the extra body sets", self.refused_inside(
+                bench, "--system", "model_triage:openai=m", "--endpoint", "http://127.0.0.1:1", "--extra-body", body))
 
     def test_dry_run_prints_the_plan_and_the_first_request_and_asks_nothing(self):
         out, _ = self.openai("http://127.0.0.1:1", "--dry-run", "--trials", 3)
@@ -1573,8 +1598,8 @@ class Transport(ServerTest):
     def test_endpoints_that_are_no_http_urls(self):
         for url in ("ftp://x", "localhost:8080", "http://", "http://x:99999", "http://x/?a=1", "http://a b", "x", "http://[::1"):
             with self.subTest(url):
-                self.assertIn("endpoint", self.refused("bench.py", "--log", self.log, "--endpoint", url,
-                                                       "--system", "model_triage:openai=m"))
+                self.assertIn("endpoint", self.refused_inside(bench, "--log", self.log, "--endpoint", url,
+                                                              "--system", "model_triage:openai=m"))
 
     def test_endpoint_with_a_password_is_refused_with_a_pointer_to_the_key(self):
         error = self.refused("bench.py", "--log", self.log, "--endpoint", "http://me:secret-word@127.0.0.1:1",
@@ -1651,7 +1676,7 @@ class Transport(ServerTest):
         accepted = []
         get_request = server.get_request
         server.get_request = lambda: accepted.append(1) or get_request()
-        self.addCleanup(lambda: system.http.local.connection.close())
+        self.addCleanup(lambda: system.close())
         for trial in range(5):
             system.respond(case(), trial)
         self.assertEqual(len(accepted), 1)
@@ -1666,7 +1691,7 @@ class Transport(ServerTest):
         server.answer = lambda request: then_close
         for trial in range(3):    # the server hangs up after each answer without a word
             system.respond(case(), trial)
-            self.assertTrue(_soon(lambda: model_triage._readable(system.http.local.connection.sock)))
+            self.assertTrue(_soon(lambda: model_triage._readable(system.http.idle[0].sock)))
 
     def test_loopback_is_never_asked_through_a_proxy(self):
         proxy = self.serve(lambda request: (502, "text/plain", "from the proxy"))
@@ -1814,7 +1839,7 @@ class Progress(ServerTest):
         """Run on a terminal; return what standard error showed and standard output."""
         terminal, inner = os.openpty()
         self.addCleanup(os.close, terminal)
-        process = subprocess.Popen([sys.executable, str(HERE / "bench.py"), "--system", "systems:slow", "--log", str(self.log),
+        process = subprocess.Popen([*PYTHON, str(HERE / "bench.py"), "--system", "systems:slow", "--log", str(self.log),
                                     "--trials", "6", *args], cwd=self.folder, env=ENVIRONMENT | {"SLOW_S": "0.03"},
                                    stdout=subprocess.PIPE, stderr=inner, encoding="utf-8")
         os.close(inner)
