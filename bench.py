@@ -89,9 +89,10 @@ class TrialLog:
     or appended (case id -> a byte a trial), `count` how many; `end` is where the last whole line ends.
     """
 
-    def __init__(self, path, case_ids=None, writable=False):
+    def __init__(self, path, writable=False):
         """Raises RunError for a file that is no log, or that another process is writing."""
-        self.path, self.case_ids, self.file = path, case_ids, None
+        self.path, self.file = path, None
+        self.case_ids = None    # where given, the cases of the plan: a trial of any other is refused
         self.held, self.count = {}, 0
         if writable:
             self.file = open(path, "r+b", buffering=0)
@@ -172,9 +173,12 @@ class TrialLog:
             if time.monotonic() - self.synced_at >= 1:
                 self.sync()
         except OSError as error:
-            self.close()
-            raise RunError(f"{self.path} cannot be written: {error.strerror}; {self.count} trials are safe in it, "
-                           "and the same command resumes it once there is room") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error):
+        self.close()
+        return RunError(f"{self.path} cannot be written: {error.strerror}; {self.count} trials are safe in it, "
+                        "and the same command resumes it once there is room")
 
     def _write_at_end(self, line):
         try:
@@ -193,12 +197,23 @@ class TrialLog:
 
     def sync(self):
         """Have the operating system put the log on the disk itself."""
+        if os.fstat(self.file.fileno()).st_nlink == 0:
+            raise RunError(f"{self.path} was deleted while the run wrote to it; its trials are lost")
         if sys.platform == "darwin":    # where fsync stops at the drive's own cache
             import fcntl
             fcntl.fcntl(self.file, fcntl.F_FULLFSYNC)
         else:
             os.fsync(self.file.fileno())
         self.synced_at = time.monotonic()
+
+    def finish(self):
+        """Put all of the log on the disk, and close it. Raises RunError where that fails."""
+        try:
+            self.sync()
+        except OSError as error:
+            raise self._unwritable(error) from None
+        finally:
+            self.close()
 
     def close(self):
         """Let another process write. Nothing can be appended after."""
@@ -226,13 +241,25 @@ def refuse_other_benchmark(path, logged, now):
         raise RunError(f"{path} is a log of another benchmark: {'; '.join(found)}; name another --log")
 
 
+def read_log(path, case_set):
+    """Return the log at `path`, to be read. Raises RunError where it is none, or of another case set."""
+    log = TrialLog(path)
+    harness.of_case_set(log.header, case_set, path)
+    log.case_ids = planned_ids(log.header, case_set)
+    return log
+
+
+def planned_ids(header, case_set):
+    """Return the ids of the cases that a log's plan has."""
+    return {case["id"] for case in harness.in_splits(case_set, header["splits"])}
+
+
 def to_recording(path, case_set):
     """Return the recording of a log, in trial-major order: every planned trial, `NotRun` where the log lacks it.
 
     Raises RunError for a log of another case set, and for one with a line that cannot be of it.
     """
-    log = TrialLog(path, {case["id"] for case in case_set["cases"]})
-    harness.of_case_set(log.header, case_set, path)
+    log = read_log(path, case_set)
     rows = {(row["case_id"], row["trial"]): harness.recorded(row) for row in log.rows()}
     kept = ("run_id", "harness_version", "system", "case_set_sha256", "inputs_sha256", "splits", "trials")
     planned = harness.plan(case_set, log.header["splits"], log.header["trials"])
@@ -385,8 +412,7 @@ def execute(run, workers, show=None):
         run.stopping.set()
         with run.lock:
             if not run.log.closed:
-                run.log.sync()
-                run.log.close()
+                run.log.finish()
     if run.fault:
         raise run.fault
 
@@ -428,12 +454,13 @@ def open_log(path, header, case_set, make_ready):
     if not os.path.exists(path):
         header["server"] = make_ready()
         harness.write(path, [harness.encode(header).decode() + "\n"], over=False)
-    log = TrialLog(path, {case["id"] for case in harness.in_splits(case_set, header["splits"])}, writable=True)
+    log = TrialLog(path, writable=True)
     try:
         refuse_other_benchmark(path, log.header, header)
+        log.case_ids = planned_ids(header, case_set)
         for _ in log.rows():
             pass
-        if log.header["run_id"] != header["run_id"] and log.count < planned_trials(log, case_set):
+        if log.header["run_id"] != header["run_id"] and log.count < planned_trials(header, case_set):
             header["server"] = make_ready()
             log.append({"resumed_at": harness.now()} | {key: header[key] for key in DESCRIBING})
     except BaseException:
@@ -442,9 +469,9 @@ def open_log(path, header, case_set, make_ready):
     return log
 
 
-def planned_trials(log, case_set):
+def planned_trials(header, case_set):
     """Return how many trials a log's plan has."""
-    return len(harness.in_splits(case_set, log.header["splits"])) * log.header["trials"]
+    return len(planned_ids(header, case_set)) * header["trials"]
 
 
 def make_ready(system, patience_s, warm_up):
@@ -480,11 +507,10 @@ def missing_trials(log, case_set):
 
 def dry_run(system, case_set, path, header):
     """Print what a run would do, and the first request's body where the system can tell it. Nothing is changed."""
-    todo = harness.plan(case_set, header["splits"], header["trials"])
-    planned, logged = header["trials"] * len(harness.in_splits(case_set, header["splits"])), 0
+    planned, logged, todo = planned_trials(header, case_set), 0, harness.plan(case_set, header["splits"], header["trials"])
     if os.path.exists(path):
-        log = TrialLog(path, {case["id"] for case in case_set["cases"]})
-        refuse_other_benchmark(path, log.header, header)
+        refuse_other_benchmark(path, TrialLog(path).header, header)
+        log = read_log(path, case_set)
         logged, todo = sum(1 for _ in log.rows()), missing_trials(log, case_set)
     print(f"{harness.printable(system.name)}: planned {planned}, already logged {logged}, to run {planned - logged}; "
           f"log {path}")
@@ -496,26 +522,40 @@ def dry_run(system, case_set, path, header):
 
 def run_benchmark(system, case_set, header, path, args):
     """Run what the log lacks, print the counts line and return the exit status."""
-    log = open_log(path, header, case_set, lambda: make_ready(system, args.patience_s, args.warmup))
-    planned, logged, status = planned_trials(log, case_set), log.count, 0
+    planned = planned_trials(header, case_set)
+    try:
+        log = open_log(path, header, case_set, lambda: make_ready(system, args.patience_s, args.warmup))
+    except Interrupted as signal:    # while the log was read or the model loaded
+        logged = sum(1 for _ in read_log(path, case_set).rows()) if os.path.exists(path) else 0
+        print_counts(system, planned, logged, 0)
+        return interrupted(signal, path)
+    logged = log.count
     run = Run(system, log, missing_trials(log, case_set), args.budget_s, args.patience_s, args.request_delay_s)
     shown = sys.stderr.isatty() and not args.quiet
     try:
         execute(run, args.workers, (lambda: print(f"\r{progress(run, planned):79}", end="", file=sys.stderr, flush=True))
                 if shown else None)
     except Interrupted as signal:
-        status = 128 + signal.args[0]
+        return interrupted(signal, path)
     finally:
         if shown:
             print("\r" + " " * 79, end="\r", file=sys.stderr, flush=True)
-        note = " (stopped by the time budget)" if run.stopped_by_budget else ""
-        print(harness.printable(system.name) + f": planned {planned}, already logged {logged}, ran {run.ran}, "
-              f"not run {planned - log.count}" + note, flush=True)
-    if status:
-        print(f"interrupted; the same command resumes {path}", file=sys.stderr)
-    elif logged == planned:
+        print_counts(system, planned, logged, run.ran, " (stopped by the time budget)" if run.stopped_by_budget else "")
+    if logged == planned:
         print(f"nothing to run: {path} holds every planned trial", file=sys.stderr)
-    return status
+    return 0
+
+
+def print_counts(system, planned, logged, ran, note=""):
+    """Print the one line on standard output."""
+    print(harness.printable(system.name) + f": planned {planned}, already logged {logged}, ran {ran}, "
+          f"not run {planned - logged - ran}" + note, flush=True)
+
+
+def interrupted(signal, path):
+    """Say how to go on after a signal, and return its exit status."""
+    print(f"interrupted; the same command resumes {path}", file=sys.stderr)
+    return 128 + signal.args[0]
 
 
 def json_object(text):
@@ -548,7 +588,7 @@ def main(argv=None):
                         help="what answers the trials (default: %(default)s)")
     parser.add_argument("--trials", type=harness.number_from(1, int, harness.MAX_TRIALS), default=10, metavar="N",
                         help="trials of each case (default: %(default)s)")
-    parser.add_argument("--log", metavar="F", help="the trial log (default: runs/NAME.jsonl beside the scripts)")
+    parser.add_argument("--log", type=harness.file_name, metavar="F", help="the trial log (default: runs/NAME.jsonl beside the scripts)")
     parser.add_argument("--budget-s", type=harness.number_from(0, float), metavar="S",
                         help="start no new trial after S seconds")
     parser.add_argument("--patience-s", type=harness.number_from(0, float), default=120, metavar="S",

@@ -135,13 +135,19 @@ def write(path, chunks, over=True):
     """Write a whole file or nothing: the strings go to a file beside it, which then takes its place.
 
     Its folder is made where it is missing. With `over` false, a file that is there already stays as it is.
-    Raises OSError where the file cannot be written.
+    Raises RunError, naming the file, where it cannot be written.
     """
-    path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():    # /dev/stdout, a pipe: written to, never replaced
-        with open(path, "w", encoding="utf-8", newline="\n", errors="backslashreplace") as file:
-            file.writelines(chunks)
-        return
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):    # /dev/stdout, a pipe: written to, never replaced
+            with open(path, "w", encoding="utf-8", newline="\n", errors="backslashreplace") as file:
+                file.writelines(chunks)
+        else:
+            _write_beside(Path(os.path.realpath(path)), chunks, os.replace if over else _link)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _write_beside(path, chunks, put_in_place):
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -149,12 +155,15 @@ def write(path, chunks, over=True):
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
-        if over:
-            os.replace(beside, path)
-        else:
-            _link(beside, path)
+        put_in_place(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+    if os.name == "posix":    # the name, too, survives a power cut
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _link(beside, path):
@@ -620,9 +629,16 @@ def run_command(main):
     return 1
 
 
+def file_name(text):
+    """An argparse type: a file's name. An empty one is most likely a shell variable that was not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("the file's name is empty")
+    return text
+
+
 def output_file(text):
     """An argparse type: a file to write, which no trial log is: that is the original record."""
-    if text.endswith(".jsonl"):
+    if file_name(text).endswith(".jsonl"):
         raise argparse.ArgumentTypeError(f"{text}: the name of a trial log; name another file to write")
     return text
 
@@ -631,7 +647,7 @@ def add_benchmark_options(parser):
     """Add --task and --cases, which every script that grades takes."""
     parser.add_argument("--task", default="triage_task", metavar="MODULE",
                         help="the task module (default: %(default)s)")
-    parser.add_argument("--cases", default=str(HERE / "cases.json"), metavar="F",
+    parser.add_argument("--cases", type=file_name, default=str(HERE / "cases.json"), metavar="F",
                         help="the case set (default: cases.json beside the scripts)")
 
 
@@ -692,7 +708,7 @@ def main(argv=None):
     recorder.add_argument("--trials", type=number_from(1, int, MAX_TRIALS), default=10, metavar="N")
     recorder.add_argument("--out", required=True, type=output_file, metavar="F", help="the recording to write")
     runner = commands.add_parser("run", help="grade a recording")
-    runner.add_argument("--recording", required=True, metavar="F")
+    runner.add_argument("--recording", type=file_name, required=True, metavar="F")
     runner.add_argument("--out", required=True, type=output_file, metavar="F", help="the run record to write")
     for subparser in (check, recorder, runner):
         add_benchmark_options(subparser)
@@ -722,5 +738,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    import harness    # systems import this file by its name: run that copy, so that there is one Answer and not two
-    sys.exit(harness.run_command(harness.main))
+    sys.modules["harness"] = sys.modules[__name__]    # what systems import, so that there is one Answer and not two
+    sys.exit(run_command(main))

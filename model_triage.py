@@ -191,7 +191,7 @@ class Server:
         import urllib.request
         proxies = urllib.request.getproxies()
         url = proxies.get("https" if self.secure else "http") or proxies.get("all")
-        if not url or urllib.request.proxy_bypass(self.host):
+        if not url or urllib.request.proxy_bypass(_netloc(self.host, self.port)):
             return None
         parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme != "http" or not parts.hostname:
@@ -244,8 +244,7 @@ class Server:
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         if self.proxy and not self.secure:
-            host = f"[{self.host}]" if ":" in self.host else self.host
-            url, headers = f"http://{host}:{self.port}{url}", headers | self._proxy_headers()
+            url, headers = f"http://{_netloc(self.host, self.port)}{url}", headers | self._proxy_headers()
         connection = self._connection(deadline)
         try:
             connection.response_class = partial(_TimedResponse, deadline=deadline)
@@ -259,7 +258,7 @@ class Server:
             if len(data) > MAX_BODY:
                 raise MalformedReply(f"the answer is larger than {MAX_BODY} bytes")
             if len(data) < int(response.headers.get("Content-Length") or 0):
-                raise ConnectionCut("the connection was lost in the middle of the answer", self._shown(data))
+                raise ConnectionCut("the connection was lost in the middle of the answer", self.shown(data))
             value = self._judge(response.status, response.headers, data)
         except BaseException as error:
             connection.close()
@@ -274,8 +273,8 @@ class Server:
             try:
                 return harness.parse_json(data.decode("utf-8"))
             except ValueError as error:
-                raise MalformedReply(f"the answer is not JSON: {error}", self._shown(data)) from None
-        said = f"{self.endpoint} answered {status}: {server_message(self._shown(data))}"
+                raise MalformedReply(f"the answer is not JSON: {error}", self.shown(data)) from None
+        said = f"{self.endpoint} answered {status}: {server_message(self.shown(data))}"
         if status in (401, 403):
             raise Unavailable(f"{said}; is the right key in BENCH_API_KEY?")
         if status == 404:    # no such model, or no such API: nothing was asked either way
@@ -286,12 +285,12 @@ class Server:
             raise BadRequest(f"{self.endpoint} answered {status}, a redirect to {headers.get('Location')}; "
                              "it is not followed: name that server as the endpoint")
         if 400 <= status < 500:
-            raise BadRequest(said, self._shown(data))
-        raise ServerError(said, self._shown(data))
+            raise BadRequest(said, self.shown(data))
+        raise ServerError(said, self.shown(data))
 
-    def _shown(self, data):
-        """Return an answer's text, without the key that a server may have sent back."""
-        text = data.decode("utf-8", "replace")
+    def shown(self, answer):
+        """Return an answer (bytes or text) as text, without the key that a server may have sent back."""
+        text = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
         return text.replace(self.key, "[BENCH_API_KEY]") if self.key else text
 
 
@@ -308,6 +307,16 @@ def _named(error, timeout_s):
     if isinstance(error, (http.client.HTTPException, ValueError)):
         return MalformedReply(f"the answer is not HTTP: {type(error).__name__}: {error}")
     return error
+
+
+def _netloc(host, port):
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _some(names):
+    """Return the first of some names as text, and how many more there are."""
+    names = list(map(str, names))
+    return (", ".join(names[:12]) or "none") + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _is_loopback(host):
@@ -416,7 +425,7 @@ class ChatSystem:
             text, thinking, refusal, stop_reason = self.parts(value, metadata)
         except (TypeError, LookupError, AttributeError) as error:
             raise MalformedReply(f"the answer is not the API's shape: {type(error).__name__}: {error}",
-                                 json.dumps(value)) from None
+                                 self.http.shown(json.dumps(value))) from None
         metadata["stop_reason"] = stop_reason
         into_thinking = ": the tokens went into thinking" if thinking and not text.strip() else ""
         if refusal or stop_reason == "content_filter":
@@ -502,7 +511,7 @@ class OllamaSystem(ChatSystem):
             raise RunError(f"{self.endpoint} does not answer /api/tags as Ollama does") from None
         tag = self.asked_model if ":" in self.asked_model.rpartition("/")[2] else f"{self.asked_model}:latest"
         if tag not in installed:
-            raise RunError(f"{tag} is not installed at {self.endpoint} (it has {', '.join(installed) or 'no model'}); "
+            raise RunError(f"{tag} is not installed at {self.endpoint} (it has {_some(installed)}); "
                            f"run `ollama pull {tag}`")
         return installed[tag]
 
@@ -567,7 +576,7 @@ class OpenAISystem(ChatSystem):
         except (TypeError, LookupError):
             return
         if self.model not in served:
-            raise RunError(f"{self.endpoint} does not serve {self.model}; it serves {', '.join(map(str, served))}")
+            raise RunError(f"{self.endpoint} does not serve {self.model}; it serves {_some(served)}")
 
     def body(self, messages, seed):
         """Return the body of a chat completion request."""
@@ -597,7 +606,7 @@ class OpenAISystem(ChatSystem):
         message = choice["message"]
         thinking = message.get("reasoning_content") or message.get("reasoning")
         return (_string(message.get("content")), _string(thinking), _string(message.get("refusal")),
-                choice["finish_reason"])
+                choice.get("finish_reason"))
 
 
 def ollama_endpoint(host):
@@ -605,14 +614,14 @@ def ollama_endpoint(host):
     bare or in brackets, with or without a scheme and a path."""
     scheme, given, rest = host.strip().strip("\"'").partition("://")
     scheme, rest = (scheme, rest) if given else ("http", scheme)
-    default_port = {"http": 80, "https": 443}.get(scheme) if given else 11434
+    default_port = {"http": 80, "https": 443}.get(scheme, 11434) if given else 11434
     address, slash, path = rest.partition("/")
     name, colon, port = address.rpartition(":")
     if not colon or "]" in port or (":" in name and not name.endswith("]")):    # no port: a bare IPv6 address has none
         name, port = address, ""
     name = name.strip("[]") or "127.0.0.1"
     number = port if port.isascii() and port.isdigit() and int(port) < 65536 else default_port
-    return f"{scheme}://" + (f"[{name}]" if ":" in name else name) + (f":{number}" if number else "") + slash + path
+    return f"{scheme}://{_netloc(name, number)}{slash}{path}"
 
 
 def ollama(tag, **options):

@@ -75,8 +75,7 @@ def never_passed(counts):
 def from_log(path, case_set, task):
     """Return (manifest, results) of a trial log, graded row by row on the way. `results` streams; the manifest
     has its `recording_sha256` once they are exhausted. Raises RunError for a log of another case set."""
-    log = bench.TrialLog(path, {case["id"] for case in case_set["cases"]})
-    harness.of_case_set(log.header, case_set, path)
+    log = bench.read_log(path, case_set)
     cases = {case["id"]: case for case in harness.in_splits(case_set, log.header["splits"])}
     manifest = harness.manifest(log.header | {"sessions": log.sessions}, case_set, task, None)
 
@@ -123,8 +122,8 @@ def summarize(source, manifest, results, case_set):
     marks = {case["id"]: bytearray(MARKS["not run"] * trials, "ascii") for case in cases}
     failures, errors, latencies, named = Counter(), Counter(), array("d"), set()
     for result in results:
-        named.add((result["metadata"].get("model"), result["metadata"].get("server")))
-        error = result["reason"].partition(":")[0] if result["verdict"] == "incomplete" else None
+        named.add(tuple(name if isinstance(name := result["metadata"].get(key), str) else None for key in ("model", "server")))
+        error = result["error"]["types"][0] if result["verdict"] == "incomplete" else None
         if error != "NotRun":
             marks[result["case_id"]][result["trial"]] = ord(MARKS[result["verdict"]])
         if result["verdict"] == "fail":
@@ -216,7 +215,7 @@ def logs_in_runs(case_set):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Report what trial logs and run records show.")
-    parser.add_argument("inputs", nargs="*", metavar="INPUT",
+    parser.add_argument("inputs", nargs="*", type=harness.file_name, metavar="INPUT",
                         help="trial logs (.jsonl) and run records (.json); default: every log in runs/")
     parser.add_argument("--out", type=harness.output_file, default=str(harness.HERE / "runs" / "report.json"),
                         metavar="F", help="where the report goes (default: runs/report.json beside the scripts)")

@@ -423,7 +423,7 @@ class Refusals(BenchTest):
     def test_bad_usage_is_argparses_exit_2(self):
         for args in (["--trials", "0"], ["--trials", "x"], ["--budget-s", "-1"], ["--budget-s", "nan"],
                      ["--patience-s", "-1"], ["--workers", "0"], ["--max-tokens", "0"], ["--temperature", "-1"],
-                     ["--extra-body", "[]"], ["--extra-body", "{"], ["--format", "xml"], ["--convert", "x.jsonl"]):
+                     ["--extra-body", "[]"], ["--extra-body", "{"], ["--format", "xml"], ["--convert", "x.jsonl"], ["--log", ""]):
             with self.subTest(args):
                 _, err = self.run_script("bench.py", *args, status=2)
                 self.assertIn("usage:", err)
@@ -785,7 +785,8 @@ class AnyPointOfDeath(BenchTest):
         rows = [json.loads(line) for line in whole.splitlines()[1:]] if b"\xe2\x80\xa8" not in whole else self.rows()
         for cut in range(ends[0] - 1, len(whole)):
             self.log.write_bytes(whole[:cut])
-            log = bench.TrialLog(self.log, ids, writable=True)
+            log = bench.TrialLog(self.log, writable=True)
+            log.case_ids = ids
             kept = list(log.rows())
             self.assertEqual(kept, rows[:sum(cut >= end - 1 for end in ends[1:])])    # a whole last line needs no newline
             for row in rows[len(kept):]:
@@ -867,8 +868,8 @@ class AnyPointOfDeath(BenchTest):
                 "bench.main(['--trials', '1', '--log', 'log.jsonl'])\nprint([round(t, 1) for t in synced])")
         done = subprocess.run([*PYTHON, "-c", code], cwd=self.folder, env=ENVIRONMENT | {"PYTHONPATH": str(HERE)},
                               capture_output=True, encoding="utf-8")
-        # nine trials of 0.4 s: the header at 0; then at 1.2, 2.4 and 3.6 s; and the end
-        self.assertEqual(done.stdout.splitlines()[-1], "[0.0, 1.2, 2.4, 3.6, 3.6]", done.stderr)
+        # nine trials of 0.4 s: the header and its folder at 0; then at 1.2, 2.4 and 3.6 s; and the end
+        self.assertEqual(done.stdout.splitlines()[-1], "[0.0, 0.0, 1.2, 2.4, 3.6, 3.6]", done.stderr)
 
 
 class OneWriter(BenchTest):
@@ -937,6 +938,29 @@ class Interrupts(BenchTest):
         self.assertLess(time.monotonic() - began, 10)
         self.assertEqual((process.returncode, out), (130, "quick: planned 90, already logged 0, ran 0, not run 90\n"))
 
+    def test_interrupt_while_the_model_loads_prints_the_counts_too(self):
+        (self.folder / "loading.py").write_text(SYSTEMS + "\nquick.warm_up = lambda: time.sleep(60)\n"
+                                                "quick.check_model = lambda: print('ready', flush=True)\n")
+        self.bench("--trials", 1, "--budget-s", "0.02", system="systems:slow", env={"SLOW_S": "0.05"})
+        held = len(self.rows())
+        for log, logged in ((self.log, held), (self.folder / "new.jsonl", 0)):
+            process = self.start("bench.py", "--system", "loading:quick", "--log", log, "--trials", 1)
+            process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=20)
+            self.assertEqual((process.returncode, out), (143, f"quick: planned 9, already logged {logged}, ran 0, "
+                                                              f"not run {9 - logged}\n"))
+            self.assertEqual(err, f"interrupted; the same command resumes {log}\n")
+
+    def test_log_that_is_deleted_while_it_is_written_is_noticed(self):
+        process = self.start("bench.py", "--system", "systems:slow", "--log", self.log, env={"SLOW_S": "0.05"})
+        while not (self.log.exists() and self.log.read_bytes().count(b"\n") >= 3):
+            time.sleep(0.01)
+        self.log.unlink()
+        _, err = process.communicate(timeout=20)
+        self.assertEqual((process.returncode, err),
+                         (1, f"error: {self.log} was deleted while the run wrote to it; its trials are lost\n"))
+
     def test_signal_that_is_ignored_stays_ignored(self):
         returned, out, _ = self.interrupted(signal.SIGHUP, "--trials", 1, env={"SLOW_S": "0.02"},
                                             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
@@ -956,6 +980,22 @@ class Interrupts(BenchTest):
         self.assertEqual(out, f"quick: planned 20, already logged 0, ran {safe}, not run {20 - safe}\n")
         out, _ = self.bench("--cases", self.folder / "cases.json")
         self.assertEqual(out, f"quick: planned 20, already logged {safe}, ran {20 - safe}, not run 0\n")
+
+    def test_output_that_cannot_be_written_is_named(self):
+        self.bench("--trials", 1)
+        self.assertEqual(self.refused("report.py", self.log, "--out", self.folder),
+                         f"error: {self.folder} cannot be written: Is a directory\n")
+        if os.path.exists("/dev/full"):
+            self.assertIn("/dev/full cannot be written", self.refused("report.py", self.log, "--out", "/dev/full"))
+            with open("/dev/full", "w") as full:
+                process = subprocess.run([*PYTHON, str(HERE / "outputs_digest.py"), str(self.log)], stdout=full,
+                                         stderr=subprocess.PIPE, env=ENVIRONMENT, encoding="utf-8")
+            self.assertEqual((process.returncode, process.stderr), (1, "error: [Errno 28] No space left on device\n"))
+
+    def test_report_goes_to_a_pipe_when_told_to(self):
+        self.bench("--trials", 1)
+        out, _ = self.run_script("report.py", self.log, "--out", "/dev/stdout")
+        self.assertIn('"report_version"', out)
 
     def test_reader_that_goes_away_gets_no_traceback(self):
         self.bench("--trials", 1)
@@ -1019,7 +1059,8 @@ class TamperedLogs(BenchTest):
         self.refused_as(b"".join([*self.lines, self.lines[0]]), f"line {len(self.lines) + 1}: a second header")
 
     def test_rows_without_their_keys_or_of_the_wrong_types(self):
-        for changes, said in (({"case_id": "nobody"}, "case 'nobody' is not in the plan"), ({"case_id": 3}, "it is not a trial"),
+        for changes, said in (({"case_id": "nobody"}, "case 'nobody' is not in the plan"),
+                              ({"case_id": "job-question"}, "case 'job-question' is not in the plan"), ({"case_id": 3}, "it is not a trial"),
                               ({"trial": 2}, "trial 2 is not in the plan of 2"), ({"trial": True}, "trial True"),
                               ({"trial": -1}, "trial -1"), ({"trial": ...}, "trial None"), ({"output": ...}, "a trial has exactly one of"),
                               ({"error": {"types": ["E"], "message": "m"}}, "a trial has exactly one of"),
@@ -1862,6 +1903,78 @@ class Progress(ServerTest):
         self.assertEqual(self.run_on_terminal("--quiet")[0], "")
         self.log.unlink()
         self.assertEqual(self.bench(system="systems:slow")[1], "")
+
+
+class Recorded(BenchTest):
+    """What is committed is what the tool makes of the recorded logs."""
+
+    LOGS = ("smollm2", "smollm2-stopped", "gemma3-270m")
+
+    def test_recorded_runs_and_report_match_fresh_runs(self):
+        for name in self.LOGS:
+            recording, record = self.folder / f"{name}.recording.json", self.folder / f"{name}.run.json"
+            self.run_script("bench.py", "--log", HERE / "recorded" / f"{name}.jsonl", "--convert", recording)
+            self.run_script("harness.py", "run", "--recording", recording, "--out", record)
+            self.assertEqual(recording.read_text(), (HERE / "runs" / "recorded" / recording.name).read_text())
+            fresh, saved = (json.loads((folder / record.name).read_text()) for folder in (self.folder, HERE / "runs" / "recorded"))
+            for one in (fresh, saved):
+                for field in harness.RUN_DESCRIPTION_FIELDS:
+                    del one["manifest"][field]
+            self.assertEqual(fresh, saved)
+        written, _ = self.report(*(HERE / "recorded" / f"{name}.jsonl" for name in self.LOGS))
+        self.assertEqual(written, json.loads((HERE / "runs" / "recorded" / "report.json").read_text()))
+
+    def test_stopped_log_is_the_beginning_of_the_whole_one(self):
+        whole, stopped = ((HERE / "recorded" / f"{name}.jsonl").read_bytes() for name in ("smollm2", "smollm2-stopped"))
+        self.assertTrue(whole.startswith(stopped) and len(stopped) < len(whole))
+        self.assertIn(b'{"resumed_at":', whole[len(stopped):].splitlines()[0])
+
+    def test_digests_of_the_recordings_are_those_of_the_logs(self):
+        recordings = json.loads((HERE / "recorded" / "recordings.json").read_text())
+        for name, held in recordings.items():
+            out, _ = self.run_script("outputs_digest.py", HERE / "recorded" / f"{name}.jsonl")
+            self.assertEqual(out.split()[:2], [held["recordings"][0]["digest"], str(held["recordings"][0]["trials"])])
+            self.assertEqual(len(held["recordings"]), 3)
+            self.assertEqual(held["equal"], len({one["digest"] for one in held["recordings"]}) == 1)
+
+
+class Readme(BenchTest):
+    """What the README says is so."""
+
+    README = (HERE / "README.md").read_text(encoding="utf-8")
+
+    def says(self, text):
+        self.assertTrue(text in self.README, f"the README does not say {text!r}")
+
+    def test_example_is_what_the_report_prints(self):
+        _, out = self.report(HERE / "recorded" / "smollm2.jsonl")
+        block = out.partition("\n\n")[0]
+        self.says("".join(f"    {line}\n" for line in block.splitlines()))
+
+    def test_every_file_is_listed(self):
+        for path in [*HERE.glob("*.*"), *(HERE / "recorded").iterdir()]:
+            if path.suffix in (".py", ".json", ".jsonl"):
+                self.says(path.name)
+
+    def test_its_own_system_runs(self):
+        (self.folder / "my_system.py").write_text(re.search(r"```python\n(.*?)```", self.README, re.S)[1])
+        out, _ = self.bench(system="my_system:coin")
+        self.assertEqual(out, "coin: planned 90, already logged 0, ran 90, not run 0\n")
+
+    def test_every_name_of_a_faulty_reply_is_explained(self):
+        kinds = [kind.__name__ for kind in model_triage.ReplyError.__subclasses__()]
+        for name in (*kinds, "JSONDecodeError", "UnloggableOutput", "NotRun"):
+            self.says(f"| `{name}` |")
+
+    def test_every_option_is_explained(self):
+        out, _ = self.run_script("bench.py", "--help")
+        for option in set(re.findall(r"--[a-z-]+", out)) - {"--help"}:
+            self.says(option)
+
+    def test_test_command_is_what_ci_runs(self):
+        self.says("\n    python3 -m unittest\n")
+        if (HERE / ".ci" / "run").exists():
+            self.assertIn("'python3 -m unittest'", (HERE / ".ci" / "run").read_text())
 
 
 if __name__ == "__main__":
