@@ -26,6 +26,7 @@ COMPARED = ("bench_version", "harness_version", "inputs_sha256", "case_set_sha25
 DESCRIBING = ("budget_s", "workers", "environment", "endpoint", "server", "task", "cases")
 SERVER_FAILURES = {"ReplyTimeout", "ConnectionCut", "ServerError", "MalformedReply"}
 MODEL_OPTIONS = ("endpoint", "timeout_s", "temperature", "max_tokens", "top_p", "format", "think", "extra_body")
+SHORTEST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30
 LONGEST_RETRY_AFTER_S = 120
 LOCK_BYTE = 1 << 40    # Windows locks bytes: one far behind the end leaves readers alone
@@ -48,7 +49,7 @@ def read_lines(path):
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                value = harness.parse_json(line.decode("utf-8"))
+                value = harness.parse_json(line.decode("utf-8"), harness.FILE_NESTING)
             except ValueError as error:
                 if number > 1 and not line.endswith(b"\n"):
                     return
@@ -69,8 +70,10 @@ def header_fault(header):
             return f"the header's `{key}` is missing or of the wrong type"
     if not 1 <= header["trials"] <= harness.MAX_TRIALS:
         return f"the header's `trials` is {header['trials']}"
-    if missing := [key for key in harness.IDENTITY if key not in header["system"]]:
-        return f"the header's `system` has no `{missing[0]}`"
+    if not header["splits"] or [split for split in header["splits"] if split not in harness.SPLITS]:
+        return f"the header's `splits` is {header['splits']}"
+    if fault := harness.identity_fault(header["system"]):
+        return f"the header's `system`: {fault}"
     return f"the header's {fault}" if (fault := session_fault(header)) else None
 
 
@@ -78,6 +81,8 @@ def session_fault(line):
     """Return what is wrong with the keys that describe a session (of the header or of a resume line), or None."""
     kinds = {"budget_s": (int, float, type(None)), "workers": int, "environment": dict, "task": dict, "cases": str,
              "endpoint": (str, type(None)), "server": (str, type(None))}
+    if isinstance(line.get("task"), dict) and not isinstance(line["task"].get("name"), str):
+        return "`task` has no name"
     return next((f"`{key}` is missing or of the wrong type" for key, kind in kinds.items()
                  if not isinstance(line.get(key, ...), kind)), None)
 
@@ -92,8 +97,9 @@ class TrialLog:
     def __init__(self, path, writable=False):
         """Raises RunError for a file that is no log, or that another process is writing."""
         self.path, self.file = path, None
+        self.regraded_from = None
         self.case_ids = None    # where given, the cases of the plan: a trial of any other is refused
-        self.held, self.count = {}, 0
+        self.held, self.count, self.incomplete = {}, 0, 0
         if writable:
             self.file = open(path, "r+b", buffering=0)
             self._lock()
@@ -127,15 +133,12 @@ class TrialLog:
     def rows(self):
         """Yield each trial, checked. Raises RunError, naming the line, for one that cannot be of this log."""
         for number, end, row in self.lines:
-            fault = self._fault(row)
-            if fault:
+            if fault := self._fault(row):
                 raise RunError(f"{self.path}: line {number}: {fault}; the log was left as it is")
             self.end = end
+            self._keep(row)
             if "case_id" in row:
-                self._hold(row)
                 yield row
-            else:
-                self.sessions.append(row)
 
     def _fault(self, row):
         if isinstance(row, dict) and "case_id" not in row and "bench_version" in row:
@@ -144,7 +147,9 @@ class TrialLog:
             return session_fault(row)
         if fault := harness.row_fault(row, self.case_ids, self.header["trials"]):
             return fault
-        if not isinstance(row.get("started_at"), str):
+        try:
+            harness.seconds(row["started_at"])
+        except (TypeError, ValueError, LookupError):
             return "`started_at` must be a time"
         if self.holds(row["case_id"], row["trial"]):
             return f"case {row['case_id']}, trial {row['trial']} is in the log twice"
@@ -152,11 +157,14 @@ class TrialLog:
 
     def holds(self, case_id, trial):
         """True if the trial is in the log."""
-        return case_id in self.held and self.held[case_id][trial] == 1
+        return case_id in self.held and bool(self.held[case_id][trial])
 
-    def _hold(self, row):
-        self.held.setdefault(row["case_id"], bytearray(self.header["trials"]))[row["trial"]] = 1
-        self.count += 1
+    def _keep(self, row):
+        if "case_id" in row:
+            self.held.setdefault(row["case_id"], bytearray(self.header["trials"]))[row["trial"]] = 1
+            self.count += 1
+        else:
+            self.sessions.append(row)
 
     def append(self, row):
         """Write one line after the last whole one, and give it to the operating system.
@@ -166,10 +174,7 @@ class TrialLog:
         line = harness.encode(row) + b"\n"
         try:
             self._write_at_end(line)
-            if "case_id" in row:
-                self._hold(row)
-            else:
-                self.sessions.append(row)
+            self._keep(row)
             if time.monotonic() - self.synced_at >= 1:
                 self.sync()
         except OSError as error:
@@ -178,7 +183,7 @@ class TrialLog:
     def _unwritable(self, error):
         self.close()
         return RunError(f"{self.path} cannot be written: {error.strerror}; {self.count} trials are safe in it, "
-                        "and the same command resumes it once there is room")
+                        "and the same command resumes it once it can be written again")
 
     def _write_at_end(self, line):
         try:
@@ -227,10 +232,16 @@ class TrialLog:
 
 def differences(name, logged, now):
     """Yield where two values of the key `name` differ, down to the inner key, with both where they are short."""
+    old, new = (harness.encode(value, sort_keys=True).decode() for value in (logged, now))
+    if old == new:
+        return
     if isinstance(logged, dict) and isinstance(now, dict):
         for key in sorted(set(logged) | set(now)):
-            yield from differences(f"{name}.{key}", logged.get(key), now.get(key))
-    elif (old := harness.encode(logged, True).decode()) != (new := harness.encode(now, True).decode()):
+            if key in logged and key in now:
+                yield from differences(f"{name}.{key}", logged[key], now[key])
+            else:
+                yield f"{name}.{key} (only {'there' if key in logged else 'here'})"
+    else:
         yield f"{name} ({old} there, {new} here)" if len(old + new) < 100 else name
 
 
@@ -241,10 +252,11 @@ def refuse_other_benchmark(path, logged, now):
         raise RunError(f"{path} is a log of another benchmark: {'; '.join(found)}; name another --log")
 
 
-def read_log(path, case_set):
-    """Return the log at `path`, to be read. Raises RunError where it is none, or of another case set."""
+def read_log(path, case_set, regrade=False):
+    """Return the log at `path`, to be read. Raises RunError where it is none, or of another case set; with
+    `regrade`, `regraded_from` of the log is the digest of the set of the same inputs that it was made from."""
     log = TrialLog(path)
-    harness.of_case_set(log.header, case_set, path)
+    log.regraded_from = harness.of_case_set(log.header, case_set, path, regrade)
     log.case_ids = planned_ids(log.header, case_set)
     return log
 
@@ -254,17 +266,17 @@ def planned_ids(header, case_set):
     return {case["id"] for case in harness.in_splits(case_set, header["splits"])}
 
 
-def to_recording(path, case_set):
+def to_recording(path, case_set, regrade=False):
     """Return the recording of a log, in trial-major order: every planned trial, `NotRun` where the log lacks it.
 
-    Raises RunError for a log of another case set, and for one with a line that cannot be of it.
+    Raises RunError for a log of another case set (but see `read_log`), and for one with a line that cannot be of it.
     """
-    log = read_log(path, case_set)
+    log = read_log(path, case_set, regrade)
     rows = {(row["case_id"], row["trial"]): harness.recorded(row) for row in log.rows()}
-    kept = ("run_id", "harness_version", "system", "case_set_sha256", "inputs_sha256", "splits", "trials")
+    kept = ("run_id", "harness_version", "system", "inputs_sha256", "splits", "trials")
     planned = harness.plan(case_set, log.header["splits"], log.header["trials"])
     return {key: log.header[key] for key in kept} | {
-        "sessions": log.sessions,
+        "case_set_sha256": case_set["sha256"], "regraded_from": log.regraded_from, "sessions": log.sessions,
         "results": [rows.get((case["id"], trial)) or harness.not_run(case["id"], trial) for case, trial in planned]}
 
 
@@ -273,7 +285,7 @@ def to_recording(path, case_set):
 class Run:
     """The trials still to run, shared by the workers: what is next, what ends the run, what was done."""
 
-    def __init__(self, system, log, todo, budget_s=None, patience_s=0, request_delay_s=0):
+    def __init__(self, system, log, todo, budget_s, patience_s, request_delay_s):
         self.system, self.log, self.todo, self.patience_s = system, log, todo, patience_s
         self.began_at = self.next_start = time.monotonic()
         self.ends_at = self.began_at + budget_s if budget_s is not None else float("inf")
@@ -282,7 +294,7 @@ class Run:
         self.stopping = threading.Event()
         self.fault = None
         self.stopped_by_budget = False
-        self.ran = self.incomplete = 0
+        self.ran, self.incomplete = 0, log.incomplete
         self.failures = 0    # server failures in a row
 
     def work(self):
@@ -306,30 +318,31 @@ class Run:
             return None if self.stopping.is_set() else next(self.todo, None)
 
     def budget_spent(self):
-        """True once no new trial may start."""
+        """True once no new trial may start; the run then counts as stopped by its time budget."""
         self.stopped_by_budget |= time.monotonic() >= self.ends_at
         return self.stopped_by_budget
 
     def call(self, case, trial):
         """Return the trial's row, or None where the run stops while a server is waited for.
 
-        Raises what `patiently` raises. Until the first answer of a run there is no patience for a server that
+        Raises what `patiently` raises. Until a trial of the run has ended there is no patience for a server that
         cannot be reached: it is more likely wrong than down.
         """
-        def attempt():
+        def ask():
             self.ask_for_life()
             if not self.keep_pace():
                 return None
             return harness.now(), harness.attempt(self.system, case, trial)
-        waited_for = (harness.Unavailable, harness.Busy) if self.ran else harness.Busy
-        answer, waits, waited_s = patiently(attempt, waited_for, self.patience_s, self.pause)
+        away = (harness.Unavailable, harness.Busy) if self.ran else harness.Busy
+        answer, waits, waited_s = patiently(ask, away, self.patience_s, self.pause)
         if answer is None:
             return None
         started_at, result = answer
-        result["metadata"]["session"] = len(self.log.sessions) - 1    # whose server, Python and machine the log tells
+        # The number of the session tells whose server, Python and machine it was.
+        metadata = {"session": len(self.log.sessions) - 1} | result["metadata"]
         if waits:
-            result["metadata"] |= {"waits": waits, "waited_s": round(waited_s, 3)}
-        return {"case_id": case["id"], "trial": trial, "started_at": started_at} | result
+            metadata |= {"waits": waits, "waited_s": round(waited_s, 3)}
+        return {"case_id": case["id"], "trial": trial, "started_at": started_at} | result | {"metadata": metadata}
 
     def ask_for_life(self):
         """Raise Unavailable where the server failed three times in a row and now gives no sign of life."""
@@ -358,7 +371,7 @@ class Run:
             if not self.log.closed:
                 self.log.append(row)
                 self.ran += 1
-                self.incomplete += error not in (None, case.get("expected_error"))
+                self.incomplete += is_incomplete(row, case)
                 self.failures = self.failures + 1 if error in SERVER_FAILURES else 0
 
 
@@ -368,11 +381,12 @@ def patiently(ask, waited_for, patience_s, pause):
     `pause(seconds)` waits, and returns False to give up: then (None, ...) is returned. Raises RunError once the
     patience is spent.
     """
-    waits, since, waited_s = 0, time.monotonic(), 0.0
+    waits, since, waited_s = 0, None, 0.0
     while True:
         try:
             return ask(), waits, waited_s
         except waited_for as away:
+            since = since or time.monotonic()
             left = since + patience_s - time.monotonic()
             if left <= 0:
                 raise RunError(f"{away} (kept trying for {patience_s:g} s; the same command resumes)") from None
@@ -386,15 +400,22 @@ def patiently(ask, waited_for, patience_s, pause):
 def pause_before_retry(away, waits):
     """Return the seconds to wait before asking a server again: what it asked for, else 1, 2, 4, ... up to 30."""
     asked = getattr(away, "retry_after_s", None)
-    return min(2 ** waits, LONGEST_PAUSE_S) if asked is None else min(asked, LONGEST_RETRY_AFTER_S)
+    return min(2 ** waits, LONGEST_PAUSE_S) if asked is None else min(max(asked, SHORTEST_PAUSE_S), LONGEST_RETRY_AFTER_S)
+
+
+def is_incomplete(row, case):
+    """True if a trial of the case ended with an error that the case does not expect."""
+    return "error" in row and row["error"]["types"][0] != case.get("expected_error")
 
 
 def progress(run, planned):
     """Return a line on how far the run is: done of planned, rate, time left, incomplete so far."""
     rate = run.ran / (time.monotonic() - run.began_at)
-    left = (planned - run.log.count) / rate if rate else 0
-    return f"{run.log.count} of {planned} trials, {rate:.2f} a second, " \
-           f"{left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f} left, {run.incomplete} incomplete so far"
+    left = round((planned - run.log.count) / rate) if rate else 0
+    line = f"{run.log.count} of {planned} trials, {rate:.2f} a second, " \
+           f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left, {run.incomplete} incomplete so far"
+    columns = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1    # a new terminal may say 0
+    return line[:columns].ljust(columns)
 
 
 def execute(run, workers, show=None):
@@ -424,9 +445,9 @@ def stop_on_signals():
     def interrupt(number, frame):
         signal.signal(number, signal.SIG_DFL)    # once more ends the process as it stands: the log is safe
         raise Interrupted(number)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if signal.getsignal(getattr(signal, name, signal.SIGINT)) is not signal.SIG_IGN:
-            signal.signal(getattr(signal, name, signal.SIGINT), interrupt)
+    for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):
+        if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+            signal.signal(getattr(signal, name), interrupt)
 
 
 # --- command line -----------------------------------------------------------------------------------------
@@ -458,8 +479,8 @@ def open_log(path, header, case_set, make_ready):
     try:
         refuse_other_benchmark(path, log.header, header)
         log.case_ids = planned_ids(header, case_set)
-        for _ in log.rows():
-            pass
+        cases = {case["id"]: case for case in case_set["cases"]}
+        log.incomplete = sum(is_incomplete(row, cases[row["case_id"]]) for row in log.rows())
         if log.header["run_id"] != header["run_id"] and log.count < planned_trials(header, case_set):
             header["server"] = make_ready()
             log.append({"resumed_at": harness.now()} | {key: header[key] for key in DESCRIBING})
@@ -480,8 +501,13 @@ def make_ready(system, patience_s, warm_up):
     A server that is busy loading is waited for; one that cannot be reached is an error at once.
     """
     for step in ("check_model", "warm_up") if warm_up else ("check_model",):
-        patiently(lambda: harness.ask(system, step), harness.Busy, patience_s, lambda s: time.sleep(s) or True)
+        waited_for(lambda: harness.ask(system, step), patience_s)
     return getattr(system, "server", None)
+
+
+def waited_for(ask, patience_s):
+    """Return what ask() returns, asking again while it raises Busy: before the first trial that is waited for too."""
+    return patiently(ask, harness.Busy, patience_s, lambda seconds: time.sleep(seconds) or True)[0]
 
 
 def default_log(name):
@@ -489,12 +515,19 @@ def default_log(name):
     return str(harness.HERE / "runs" / (re.sub(r"[^a-z0-9.-]", "-", name) + ".jsonl"))
 
 
-def convert(path, case_set, out):
+def add_regrade_option(parser):
+    """Add --regrade, which every script that grades or converts logs takes."""
+    parser.add_argument("--regrade", action="store_true",
+                        help="accept a log whose inputs are those of the case set though its answers or criteria are not")
+
+
+def convert(path, case_set, out, regrade):
     """Write the log at `path` as a recording."""
-    recording = to_recording(path, case_set)
+    recording = to_recording(path, case_set, regrade)
     harness.write(out, harness.json_chunks(recording, "results"))
     missing = sum(map(harness.is_not_run, recording["results"]))
-    print(f"{out}: {len(recording['results'])} trials, {missing} of them not run")
+    print(f"{out}: {len(recording['results'])} trials, {missing} of them not run"
+          + (", to be graded with other answers than it was made with" if recording["regraded_from"] else ""))
     return 0
 
 
@@ -514,16 +547,20 @@ def dry_run(system, case_set, path, header):
         logged, todo = sum(1 for _ in log.rows()), missing_trials(log, case_set)
     print(f"{harness.printable(system.name)}: planned {planned}, already logged {logged}, to run {planned - logged}; "
           f"log {path}")
-    asked = next(((case, trial) for case, trial in todo if "expected_error" not in case), None)
-    if asked and hasattr(system, "request"):
-        print(json.dumps(system.request(*asked), ensure_ascii=False, indent=1))
+    for case, trial in todo if hasattr(system, "request") else ():
+        try:
+            print(json.dumps(system.request(case, trial), ensure_ascii=False, indent=1))
+            break
+        except ValueError:    # an input that no model is asked about
+            continue
     return 0
 
 
-def run_benchmark(system, case_set, header, path, args):
+def run_benchmark(system, case_set, task, path, args):
     """Run what the log lacks, print the counts line and return the exit status."""
-    planned = planned_trials(header, case_set)
+    planned = len(harness.in_splits(case_set, ["development"])) * args.trials
     try:
+        header = waited_for(lambda: new_header(system, case_set, task, args), args.patience_s)
         log = open_log(path, header, case_set, lambda: make_ready(system, args.patience_s, args.warmup))
     except Interrupted as signal:    # while the log was read or the model loaded
         logged = sum(1 for _ in read_log(path, case_set).rows()) if os.path.exists(path) else 0
@@ -533,13 +570,13 @@ def run_benchmark(system, case_set, header, path, args):
     run = Run(system, log, missing_trials(log, case_set), args.budget_s, args.patience_s, args.request_delay_s)
     shown = sys.stderr.isatty() and not args.quiet
     try:
-        execute(run, args.workers, (lambda: print(f"\r{progress(run, planned):79}", end="", file=sys.stderr, flush=True))
+        execute(run, args.workers, (lambda: print(f"\r{progress(run, planned)}", end="", file=sys.stderr, flush=True))
                 if shown else None)
     except Interrupted as signal:
         return interrupted(signal, path)
     finally:
         if shown:
-            print("\r" + " " * 79, end="\r", file=sys.stderr, flush=True)
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         print_counts(system, planned, logged, run.ran, " (stopped by the time budget)" if run.stopped_by_budget else "")
     if logged == planned:
         print(f"nothing to run: {path} holds every planned trial", file=sys.stderr)
@@ -589,13 +626,13 @@ def main(argv=None):
     parser.add_argument("--trials", type=harness.number_from(1, int, harness.MAX_TRIALS), default=10, metavar="N",
                         help="trials of each case (default: %(default)s)")
     parser.add_argument("--log", type=harness.file_name, metavar="F", help="the trial log (default: runs/NAME.jsonl beside the scripts)")
-    parser.add_argument("--budget-s", type=harness.number_from(0, float), metavar="S",
+    parser.add_argument("--budget-s", type=harness.number_from(0, float, 1e8), metavar="S",
                         help="start no new trial after S seconds")
-    parser.add_argument("--patience-s", type=harness.number_from(0, float), default=120, metavar="S",
+    parser.add_argument("--patience-s", type=harness.number_from(0, float, 1e8), default=120, metavar="S",
                         help="how long to keep trying a server that went away or is busy (default: %(default)s)")
     parser.add_argument("--workers", type=harness.number_from(1, int, 1000), default=1, metavar="N",
                         help="calls in flight at a time (default: %(default)s)")
-    parser.add_argument("--request-delay-s", type=harness.number_from(0, float), default=0, metavar="S",
+    parser.add_argument("--request-delay-s", type=harness.number_from(0, float, 1e8), default=0, metavar="S",
                         help="start requests at least S seconds apart")
     parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="do not load the model before trial 0")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and the first request; run nothing")
@@ -604,6 +641,7 @@ def main(argv=None):
     parser.add_argument("--convert", type=harness.output_file, metavar="RECORDING",
                         help="run nothing; write the log as a recording")
     harness.add_benchmark_options(parser)
+    add_regrade_option(parser)
     add_model_options(parser)
     args = parser.parse_args(argv)
     stop_on_signals()
@@ -616,10 +654,11 @@ def main(argv=None):
             system = harness.load_system(args.system, **options)
         path = args.log or default_log(system.name)
         if args.convert:
-            return convert(path, case_set, args.convert)
-        header = new_header(system, case_set, task, args)
-        return dry_run(system, case_set, path, header) if args.dry_run else \
-            run_benchmark(system, case_set, header, path, args)
+            harness.refuse_inputs([args.convert], [path, args.cases])
+            return convert(path, case_set, args.convert, args.regrade)
+        if args.dry_run:
+            return dry_run(system, case_set, path, new_header(system, case_set, task, args))
+        return run_benchmark(system, case_set, task, path, args)
     except Interrupted as signal:    # before the first trial
         return 128 + signal.args[0]
     finally:

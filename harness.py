@@ -28,7 +28,8 @@ RUN_DESCRIPTION_FIELDS = ("graded_at", "python", "platform")
 CASE_KEYS = {"id", "class", "split", "input", "expected", "expected_error", "failure_criteria", "critical"}
 SEED_BASE = 1000
 MAX_TRIALS = 1_000_000    # of one case
-MAX_NESTING = 200    # deeper values are refused, so that what one Python writes every Python can read
+MAX_NESTING = 500    # of an output; deeper ones are refused, so that what one Python writes every Python can read
+FILE_NESTING = MAX_NESTING + 10    # of a file, which holds outputs a few levels down
 MAX_TEXT = 4000      # characters kept of an error's message, and of a reply that could not be used
 
 Answer = namedtuple("Answer", "output metadata")
@@ -94,24 +95,24 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_not_json)
 def _nested_deeper(value, limit):
     """True if `value` has more than `limit` levels of lists and objects (no recursion, so any depth is safe)."""
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(limit):
         level = [item for value in level if isinstance(value, (dict, list))
                  for item in (value.values() if isinstance(value, dict) else value)]
         if not level:
             return False
-    return True
+    return any(isinstance(value, (dict, list)) for value in level)
 
 
-def parse_json(text):
-    """Return the value of a JSON text (str), by RFC 8259 alone.
+def parse_json(text, nesting=MAX_NESTING):
+    """Return the value of a JSON text (str), by RFC 8259 alone, with at most `nesting` levels.
 
     Raises json.JSONDecodeError for anything else, NaN and what Python itself cannot hold included. (Its own
     reader raises a plain ValueError for an integer of too many digits, which must not pass for a rejection.)
     """
     try:
         value = _DECODER.decode(text)
-        if text.count("[") + text.count("{") > MAX_NESTING and _nested_deeper(value, MAX_NESTING):
-            raise ValueError(f"nested more than {MAX_NESTING} levels deep")
+        if text.count("[") + text.count("{") > nesting and _nested_deeper(value, nesting):
+            raise ValueError(f"nested more than {nesting} levels deep")
     except json.JSONDecodeError:
         raise
     except RecursionError:
@@ -124,7 +125,7 @@ def parse_json(text):
 def read_json(path, error=RunError):
     """Return the value of a JSON file. Raises `error`, naming the file, where it cannot be read or is not JSON."""
     try:
-        return parse_json(Path(path).read_bytes().decode("utf-8-sig"))
+        return parse_json(Path(path).read_bytes().decode("utf-8-sig"), FILE_NESTING)
     except OSError as fault:
         raise error(f"{path}: {fault.strerror}") from None
     except ValueError as fault:
@@ -195,21 +196,27 @@ def now():
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
+def seconds(time_text):
+    """Return a time in ISO 8601 in seconds since 1970. Raises ValueError for any other text."""
+    return datetime.fromisoformat(time_text).timestamp()
+
+
 # --- tasks, case sets and systems -------------------------------------------------------------------------
 
 def import_module(name):
     """Import a module from the current directory, then from beside this file. Raises RunError."""
-    sys.path.insert(0, os.getcwd())
+    here = os.getcwd()
+    sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:
+        if not f"{name}.".startswith(f"{error.name}."):
             raise RunError(f"module {name} needs {error.name}, which is not installed") from None
-        raise RunError(f"there is no module {name} in {os.getcwd()} or {HERE}") from None
+        raise RunError(f"there is no module {name} in {here} or {HERE}") from None
     except Exception as error:
         raise RunError(f"module {name} cannot be imported: {type(error).__name__}: {error}") from None
     finally:
-        sys.path.pop(0)
+        sys.path.remove(here)
 
 
 def load_task(name):
@@ -285,7 +292,7 @@ def load_system(spec, **options):
     """Return the system that `module:attribute` or `module:attribute=MODEL` names.
 
     With =MODEL the attribute is a factory, called with the model and the options. A system without it is fixed:
-    only where it is reached and how patiently (attributes that it has) can be set. Raises RunError.
+    only the attributes that its `settable` names (where it is reached, how patiently) can be set. Raises RunError.
     """
     named, is_factory, model = spec.partition("=")
     module_name, _, attribute = named.partition(":")
@@ -298,9 +305,11 @@ def load_system(spec, **options):
     if is_factory:
         try:
             system = system(model, **options)
-        except TypeError as error:
-            raise RunError(f"system {spec} cannot be made with these options: {error}") from None
-    elif options:
+        except (RunError, Unavailable, Busy):
+            raise
+        except Exception as error:
+            raise RunError(f"system {spec} cannot be made with these options: {type(error).__name__}: {error}") from None
+    elif hasattr(system, "respond"):
         for name, value in options.items():
             if name not in getattr(system, "settable", ()):
                 raise RunError(f"system {spec} takes no --{name.replace('_', '-')}")
@@ -321,14 +330,23 @@ def system_identity(system):
         raise
     except Exception as error:
         raise RunError(f"the system cannot be identified: {type(error).__name__}: {error}") from None
-    if not (isinstance(identity["name"], str) and identity["name"].strip()):
-        raise RunError("the system's name must be a word or more")
+    if fault := identity_fault(identity):
+        raise RunError(f"the system's {fault}")
     try:
         if parse_json(encode(identity).decode("utf-8")) != identity:
             raise ValueError("it would not read back equal")
     except (TypeError, ValueError, RecursionError) as error:
         raise RunError(f"the identity of system {identity['name']} is not JSON: {error}") from None
     return identity
+
+
+def identity_fault(identity):
+    """Return what is wrong with a system's identity, or None."""
+    kinds = {"name": str, "version": str, "mode": str, "model": str, "prompt": dict, "tools": list, "sampling": dict}
+    for key, kind in kinds.items():
+        if not isinstance(identity.get(key), kind):
+            return f"`{key}` is missing or of the wrong type"
+    return None if identity["name"].strip() else "`name` must be a word or more"
 
 
 def in_splits(case_set, splits, include_held_out=False):
@@ -365,15 +383,10 @@ def seed_of(system, trial):
 def call(system, case, trial):
     """Ask the system once; return (output, metadata, latency in seconds).
 
-    Raises what `respond` raises, with the latency as its attribute `latency_s`, and RunError where it returns
-    no Answer.
+    Raises what `respond` raises, and RunError where it returns no Answer.
     """
     started = time.perf_counter()
-    try:
-        answer = system.respond(case, trial)
-    except Exception as error:
-        error.latency_s = time.perf_counter() - started
-        raise
+    answer = system.respond(case, trial)
     latency_s = time.perf_counter() - started
     if not isinstance(answer, Answer):
         raise RunError(f"system {system.name} returned {type(answer).__name__}, not an Answer, "
@@ -396,7 +409,7 @@ def ask(system, method, *args):
 
 def error_types(error):
     """Return the class names of an exception, its own first, then those it is derived from, up to Exception."""
-    return [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, Exception)]
+    return [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, BaseException) and kind is not BaseException]
 
 
 def attempt(system, case, trial):
@@ -405,35 +418,54 @@ def attempt(system, case, trial):
     An error is a dict of `types` and `message`, and `text` where a reply was received that could not be used.
     Raises Unavailable or Busy where the model was not asked, and RunError where `respond` returns no Answer.
     """
+    started = time.perf_counter()
     try:
         output, metadata, latency_s = call(system, case, trial)
-        return loggable({"output": output, "metadata": metadata, "latency_s": round(latency_s, 6)}, system, trial)
-    except (Unavailable, Busy, RunError):
+    except (Unavailable, Busy, RunError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        return loggable(failed(error, system, trial), system, trial)
+    except BaseException as error:    # a system that calls sys.exit() has not answered either
+        return failed(error, time.perf_counter() - started, system, trial)
+    return loggable({"output": output, "metadata": metadata, "latency_s": round(latency_s, 6)}, system, trial)
 
 
-def failed(error, system, trial):
+def failed(error, latency_s, system, trial):
     """Return the result of a trial that raised `error`, with the seed, so that the trial can be run again alone."""
-    described = {"types": error_types(error), "message": str(error)[:MAX_TEXT]}
+    described, seed = {"types": error_types(error), "message": _readable_back(error)}, {"seed": seed_of(system, trial)}
     if getattr(error, "text", None) is not None:
-        described["text"] = str(error.text)[:MAX_TEXT]
-    return {"error": described, "metadata": {"seed": seed_of(system, trial)} | (getattr(error, "metadata", None) or {}),
-            "latency_s": round(error.latency_s, 6)}
+        described["text"] = _readable_back(error.text)
+    metadata = getattr(error, "metadata", None)
+    result = {"error": described, "metadata": seed | metadata if isinstance(metadata, dict) else seed,
+              "latency_s": round(latency_s, 6)}
+    return result if _reads_back(result) is None else result | {"metadata": seed}
+
+
+def _readable_back(text):
+    """Return the beginning of a text as it reads back from JSON, where two halves of a character become one."""
+    try:
+        return json.loads(json.dumps(str(text)[:MAX_TEXT]))
+    except Exception:
+        return "(a message that cannot be shown)"
 
 
 def loggable(result, system, trial):
     """Return the result, or one of type UnloggableOutput in its place where it would not read back equal."""
+    fault = _reads_back(result)
+    if fault is None:
+        return result
+    return failed(UnloggableOutput(f"what the system returned cannot be logged: {fault}"), result["latency_s"],
+                  system, trial)
+
+
+def _reads_back(result):
+    """Return None if a result would read back equal from the log, else why it would not."""
     try:
-        if parse_json(encode(result).decode("utf-8")) == result and isinstance(result["metadata"], dict):
-            return result
-        fault = "it would not read back equal"
+        if not isinstance(result["metadata"], dict):
+            return "its metadata is not an object"
+        if parse_json(encode(result).decode("utf-8"), MAX_NESTING + 1) == result:
+            return None
+        return "it would not read back equal"
     except (TypeError, ValueError, RecursionError) as error:
-        fault = str(error)
-    refused = UnloggableOutput(f"what the system returned cannot be logged: {fault}".encode("ascii", "replace").decode())
-    refused.latency_s = result["latency_s"]
-    return failed(refused, system, trial)
+        return str(error)
 
 
 # --- digests of trials ------------------------------------------------------------------------------------
@@ -522,31 +554,48 @@ def graded(case, row, run_id, checks):
 
 def manifest(recording, case_set, task, recording_sha256):
     """Return a run record's manifest. `recording` is a dict with `run_id`, `system`, `splits`, `trials`
-    and `sessions`: who ran it, when, where and on which server."""
+    `sessions` (when, where and on which server it was run) and `regraded_from` (the digest of the case set that
+    it was made from, where that is not the one it is graded with, else None)."""
     import platform
     return {"harness_version": HARNESS_VERSION, "run_id": recording["run_id"],
             "system": recording["system"] | {"mode": "replay"},
             "task": {"name": task.name, "sha256": task.sha256},
             "case_set": {key: case_set[key] for key in ("name", "sha256", "inputs_sha256")},
             "splits": recording["splits"], "trials": recording["trials"], "sessions": recording["sessions"],
-            "recording_sha256": recording_sha256,
+            "regraded_from": recording["regraded_from"], "recording_sha256": recording_sha256,
             "graded_at": now(), "python": platform.python_version(), "platform": platform.platform()}
 
 
-def of_case_set(made_from, case_set, source):
-    """Raise RunError unless a log's header or a recording (`made_from`) was made from this case set."""
-    if made_from["case_set_sha256"] != case_set["sha256"]:
-        inputs = "the same inputs but other answers" if made_from["inputs_sha256"] == case_set["inputs_sha256"] \
-            else "other inputs"
-        raise RunError(f"{source} was made from case set {made_from['case_set_sha256'][:12]} with {inputs}; "
-                       f"{case_set['file']} is {case_set['sha256'][:12]}: name its own case set with --cases")
+def of_case_set(made_from, case_set, source, regrade=False):
+    """Raise RunError unless a log's header or a recording (`made_from`) was made from this case set.
+
+    With `regrade`, one that has the same inputs and other answers or criteria will do: its digest is returned.
+    """
+    made, ours = made_from["case_set_sha256"], case_set["sha256"]
+    if made == ours:
+        return None
+    same_inputs = made_from["inputs_sha256"] == case_set["inputs_sha256"]
+    if same_inputs and regrade:
+        return made
+    raise RunError(f"{source} was made from another case set ({made_from.get('cases', 'a file')}, {made[:12]}) than "
+                   f"{case_set['file']} ({ours[:12]}); name its own with --cases"
+                   + (", or grade its trials with today's answers with --regrade: the inputs are the same"
+                      if same_inputs else ""))
+
+
+def of_task(made_with, task, source, regrade=False):
+    """Raise RunError where a log says that it was made with a task of another name."""
+    if made_with["name"] != task.name and not regrade:
+        raise RunError(f"{source} was made with the task {made_with['name']}, not {task.name}; name it with --task "
+                       f"{made_with['name']}, or grade with {task.name} all the same with --regrade")
 
 
 def grade_recording(recording, case_set, task, source):
     """Return the run record of a recording. Raises RunError where it is not a whole recording of these cases."""
     keys = {"run_id": str, "system": dict, "case_set_sha256": str, "inputs_sha256": str, "splits": list,
             "trials": int, "sessions": list, "results": list}
-    if not isinstance(recording, dict) or not all(isinstance(recording.get(key), kind) for key, kind in keys.items()):
+    if not isinstance(recording, dict) or "regraded_from" not in recording \
+            or not all(isinstance(recording.get(key), kind) for key, kind in keys.items()):
         raise RunError(f"{source} is not a recording (`bench.py --convert` writes one)")
     of_case_set(recording, case_set, source)
     cases = {case["id"]: case for case in in_splits(case_set, recording["splits"], include_held_out=True)}
@@ -597,8 +646,12 @@ def result_fault(result, case_ids, trials):
     if (result["verdict"] == "fail") != isinstance(result.get("check"), str):
         return "a check goes with the verdict fail alone"
     held = "output" if result.get("error") is None else "error"
+    if result["verdict"] == "incomplete" and held == "output":
+        return "an incomplete trial has an `error`"
+    if not isinstance(result.get("metadata"), dict):
+        return "`metadata` must be an object"
     row = {key: result.get(key) for key in ("case_id", "trial", held, "metadata")}
-    return row_fault(row | {"latency_s": (row["metadata"] or {}).get("recorded_latency_s", "missing")}, case_ids, trials)
+    return row_fault(row | {"latency_s": row["metadata"].get("recorded_latency_s", "missing")}, case_ids, trials)
 
 
 # --- command line -----------------------------------------------------------------------------------------
@@ -638,9 +691,16 @@ def file_name(text):
 
 def output_file(text):
     """An argparse type: a file to write, which no trial log is: that is the original record."""
-    if file_name(text).endswith(".jsonl"):
+    if os.path.realpath(file_name(text)).endswith(".jsonl"):
         raise argparse.ArgumentTypeError(f"{text}: the name of a trial log; name another file to write")
     return text
+
+
+def refuse_inputs(outputs, inputs):
+    """Raise RunError where a file to write is one of the files that are read."""
+    for out in filter(None, outputs):
+        if any(os.path.exists(out) and os.path.exists(path) and os.path.samefile(out, path) for path in filter(None, inputs)):
+            raise RunError(f"{out} is an input; name another file to write")
 
 
 def add_benchmark_options(parser):
@@ -652,10 +712,10 @@ def add_benchmark_options(parser):
 
 
 def number_from(low, kind, high=math.inf):
-    """Return an argparse type: a finite number of `kind` (int or float) from `low` to `high`."""
+    """Return an argparse type: a number of `kind` (int or float) from `low` to `high`, and never infinite."""
     def number(text):
         value = kind(text)
-        if not (math.isfinite(value) and low <= value <= high):
+        if not (low <= value <= high and value < math.inf):
             raise argparse.ArgumentTypeError(f"{text} is not a number from {low}" + f" to {high}" * (high < math.inf))
         return value
     number.__name__ = "number"
@@ -689,7 +749,7 @@ def record(system, case_set, splits, trials):
     ask(system, "check_model")
     head = {"run_id": new_run_id(), "harness_version": HARNESS_VERSION, "system": system_identity(system),
             "case_set_sha256": case_set["sha256"], "inputs_sha256": case_set["inputs_sha256"],
-            "splits": splits, "trials": trials, "sessions": []}
+            "splits": splits, "trials": trials, "sessions": [], "regraded_from": None}
     return head | {"results": [recorded({"case_id": case["id"], "trial": trial} | attempt(system, case, trial))
                                for case, trial in plan(case_set, splits, trials)]}
 
@@ -729,11 +789,13 @@ def main(argv=None):
         write(args.out, json_chunks(recording, "results"))
         print(f"{args.out}: {len(recording['results'])} trials recorded")
     else:
+        refuse_inputs([args.out], [args.recording, args.cases])
         run_record = grade_recording(read_json(args.recording), case_set, task, args.recording)
         write(args.out, json_chunks(run_record, "results"))
         verdicts = [result["verdict"] for result in run_record["results"]]
         print(f"{args.out}: {len(verdicts)} trials graded: "
-              + ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("pass", "fail", "incomplete")))
+              + ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("pass", "fail", "incomplete"))
+              + (", with other answers than it was made with" if run_record["manifest"]["regraded_from"] else ""))
     return 0
 
 

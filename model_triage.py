@@ -26,8 +26,11 @@ import harness
 from harness import Answer, Busy, RunError, Unavailable
 from triage_task import CATEGORIES, SCHEMA
 
+SET_BY_THE_BENCH = {"model", "messages", "stream", "seed", "temperature", "max_tokens", "num_predict", "top_p", "think",
+                    "truncate"}
 MAX_BODY = 16 * 2**20    # bytes of a server's answer that are read
 ALIVE_TIMEOUT_S = 5
+SECRET_LENGTH, KEY_SHOWN = 8, "[BENCH_API_KEY]"    # a shorter key is a placeholder, and may be any word of a reply
 
 PROMPT_TEXT = (
     "You sort the inbox of an online shop. Read the customer's message and answer with JSON only: "
@@ -40,11 +43,12 @@ PROMPT = {"name": "inbox-triage", "sha256": hashlib.sha256(PROMPT_TEXT.encode())
 
 
 class ReplyError(Exception):
-    """The model was asked and gave no usable answer. `text` is what came back, `metadata` what is known of it."""
+    """The model was asked and gave no usable answer. `text` is what came back, `metadata` what is known of
+    it, `status` the HTTP status where that is the fault."""
 
-    def __init__(self, message, text=None, metadata=None):
+    def __init__(self, message, text=None, status=None):
         super().__init__(message)
-        self.text, self.metadata = text, metadata
+        self.text, self.status, self.metadata = text, status, None
 
 
 class RefusedReply(ReplyError):
@@ -156,6 +160,21 @@ class _TimedResponse(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_TimedRaw(self.fp.detach(), sock, deadline))
 
 
+class _SecureConnection(http.client.HTTPConnection):
+    """A connection that speaks TLS, whose handshake is part of the call's time, through a proxy too."""
+    default_port = http.client.HTTPS_PORT
+
+    def __init__(self, server_hostname, deadline, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.server_hostname, self.deadline = server_hostname, deadline
+
+    def connect(self):
+        import ssl
+        super().connect()
+        self.sock.settimeout(max(0.001, self.deadline - time.monotonic()))
+        self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.server_hostname)
+
+
 class Server:
     """A model's server: JSON over HTTP, on connections that are kept open, bounded in time and size."""
 
@@ -164,20 +183,21 @@ class Server:
         self.timeout_s, self.start_hint = timeout_s, start_hint
         self.idle = []    # connections that are open and not in use
         try:
+            if "@" in endpoint:    # wherever it stands: a password may hold what ends a host name, and is never shown
+                raise RunError("the endpoint has a user name or password in it; take it out, and put the server's key "
+                               "into BENCH_API_KEY")
             parts = urllib.parse.urlsplit(endpoint)
-            if parts.username or parts.password:    # and never show them
-                raise RunError(f"the endpoint at {parts.hostname} has a user name or password in it; "
-                               "take it out, and put the server's key into BENCH_API_KEY")
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment \
                     or re.search(r"[\s\x00-\x1f]", endpoint):
                 raise ValueError("it is not http://HOST or https://HOST with, if need be, a port and a path")
             self.secure = parts.scheme == "https"
-            self.port = parts.port or (443 if self.secure else 80)
+            self.port = parts.port if parts.port is not None else 443 if self.secure else 80
+            host = parts.hostname.encode("idna").decode()
         except ValueError as error:
-            raise RunError(f"endpoint {endpoint}: {error}") from None
+            raise RunError(f"endpoint {endpoint.partition('?')[0]}: {error}") from None
         self.endpoint = endpoint
         # A server that listens on every address is asked on this machine's own.
-        self.host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(parts.hostname, parts.hostname)
+        self.host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.path = urllib.parse.quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
         self.key = os.environ.get("BENCH_API_KEY", "").strip()
         if not (self.key.isascii() and (self.key + "x").isprintable()):
@@ -193,10 +213,13 @@ class Server:
         url = proxies.get("https" if self.secure else "http") or proxies.get("all")
         if not url or urllib.request.proxy_bypass(_netloc(self.host, self.port)):
             return None
-        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme != "http" or not parts.hostname:
-            raise RunError(f"the proxy for {self.endpoint} is no http:// proxy, and no other kind is known")
-        return parts
+        try:
+            parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+            if parts.scheme == "http" and parts.hostname and parts.port != 0:
+                return parts
+        except ValueError:    # which would show the password in it
+            pass
+        raise RunError(f"the proxy for {self.endpoint} is not http://HOST:PORT, and no other kind is known")
 
     def _connection(self, deadline):
         """Return an idle connection that the server has not closed meanwhile, or a new one."""
@@ -205,11 +228,12 @@ class Server:
             if not _readable(connection.sock):
                 return connection
             connection.close()
-        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
         host, port = (self.proxy.hostname, self.proxy.port or 80) if self.proxy else (self.host, self.port)
         try:
             addresses = len(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-            connection = kind(host, port, timeout=max(0.001, deadline - time.monotonic()) / addresses)
+            limit = max(0.001, deadline - time.monotonic()) / addresses
+            connection = _SecureConnection(self.host, deadline, host, port, timeout=limit) if self.secure \
+                else http.client.HTTPConnection(host, port, timeout=limit)
             connection.response_class = partial(_TimedResponse, deadline=deadline)
             if self.proxy and self.secure:
                 connection.set_tunnel(self.host, self.port, self._proxy_headers())
@@ -232,7 +256,7 @@ class Server:
         return {"Proxy-Authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
 
     def ask(self, method, path, body=None, timeout_s=None):
-        """Return (value, headers) of a JSON answer with a 2xx status.
+        """Return (value, name that the server gives itself or None) of a JSON answer with a 2xx status.
 
         Raises Unavailable or Busy where the model was not asked, and the ReplyError that fits where it was.
         """
@@ -245,68 +269,99 @@ class Server:
             headers["Authorization"] = f"Bearer {self.key}"
         if self.proxy and not self.secure:
             url, headers = f"http://{_netloc(self.host, self.port)}{url}", headers | self._proxy_headers()
-        connection = self._connection(deadline)
+        connection, data = self._connection(deadline), bytearray()
         try:
             connection.response_class = partial(_TimedResponse, deadline=deadline)
             connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
+            unsent = None
             try:
                 connection.request(method, url, body, headers)
-            except OSError as error:
-                raise Unavailable(f"{self.endpoint} took no request: {_reason(error)}; {self.start_hint}") from None
-            response = connection.getresponse()
-            data = response.read(MAX_BODY + 1)
+            except TimeoutError:
+                raise
+            except OSError as error:    # it may have answered before it had read everything
+                unsent = error
+            try:
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException):
+                if unsent is None:
+                    raise
+                raise Unavailable(f"{self.endpoint} took no request: {_reason(unsent)}; {self.start_hint}") from None
+            while len(data) <= MAX_BODY and (piece := response.read1(2 ** 16)):
+                data += piece
             if len(data) > MAX_BODY:
-                raise MalformedReply(f"the answer is larger than {MAX_BODY} bytes")
-            if len(data) < int(response.headers.get("Content-Length") or 0):
-                raise ConnectionCut("the connection was lost in the middle of the answer", self.shown(data))
+                raise MalformedReply(f"the answer of {self.endpoint} is larger than {MAX_BODY} bytes")
+            if response.length:
+                raise ConnectionCut(f"the connection to {self.endpoint} was lost in the middle of the answer")
+            response.close()
             value = self._judge(response.status, response.headers, data)
         except BaseException as error:
             connection.close()
-            raise _named(error, timeout_s) from None
+            named = self._named(error, timeout_s)
+            if isinstance(named, ReplyError) and named.text is None and data:
+                named.text = self.shown(data)
+            raise named from None
         if connection.sock is not None:    # None where the server asked to close
             self.idle.append(connection)
-        return value, response.headers
+        return value, self.shown(response.headers.get("Server") or "") or None
 
     def _judge(self, status, headers, data):
         """Return the JSON value of an answer, or raise what its status means."""
         if 200 <= status < 300:
             try:
-                return harness.parse_json(data.decode("utf-8"))
+                return self.masked(harness.parse_json(data.decode("utf-8")))
             except ValueError as error:
-                raise MalformedReply(f"the answer is not JSON: {error}", self.shown(data)) from None
-        said = f"{self.endpoint} answered {status}: {server_message(self.shown(data))}"
+                raise MalformedReply(f"the answer is not JSON: {error}") from None
+        said = f"{self.endpoint} answered {status}: {self.masked(server_message(data.decode('utf-8', 'replace')))}"
         if status in (401, 403):
-            raise Unavailable(f"{said}; is the right key in BENCH_API_KEY?")
+            raise Denied(f"{said}; is the right key in BENCH_API_KEY?")
+        if status == 407:
+            raise Denied(f"{said}; the proxy wants a user name and a password")
         if status == 404:    # no such model, or no such API: nothing was asked either way
             raise NotFound(said)
         if status in (429, 503):
             raise Busy(said, retry_after(headers))
-        if 300 <= status < 400:
-            raise BadRequest(f"{self.endpoint} answered {status}, a redirect to {headers.get('Location')}; "
-                             "it is not followed: name that server as the endpoint")
-        if 400 <= status < 500:
-            raise BadRequest(said, self.shown(data))
-        raise ServerError(said, self.shown(data))
+        if not 300 <= status < 600:
+            raise MalformedReply(said)
+        if status < 400:
+            said = f"{self.endpoint} answered {status}, a redirect to {self.shown(headers.get('Location') or 'nowhere')}; " \
+                   "it is not followed: name that server as the endpoint"
+        raise (BadRequest if status < 500 else ServerError)(said, status=status)
+
+    def _named(self, error, timeout_s):
+        """Return the error that names what went wrong after a request was sent."""
+        if isinstance(error, TimeoutError):
+            return ReplyTimeout(f"no whole answer from {self.endpoint} within {timeout_s:g} s")
+        if isinstance(error, (OSError, http.client.IncompleteRead)):
+            return ConnectionCut(f"the connection to {self.endpoint} was lost before the whole answer came: "
+                                 + self.shown(_reason(error)))
+        if isinstance(error, (http.client.HTTPException, ValueError)):
+            return MalformedReply(f"the answer of {self.endpoint} is not HTTP: {type(error).__name__}: "
+                                  + self.shown(str(error)))
+        return error
 
     def shown(self, answer):
         """Return an answer (bytes or text) as text, without the key that a server may have sent back."""
-        text = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
-        return text.replace(self.key, "[BENCH_API_KEY]") if self.key else text
+        text = answer if isinstance(answer, str) else answer.decode("utf-8", "replace")
+        as_json = json.dumps(self.key)[1:-1]
+        for key in (self.key, as_json, as_json.replace("/", "\\/")) if len(self.key) >= SECRET_LENGTH else ():
+            text = text.replace(key, KEY_SHOWN)
+        return text
+
+    def masked(self, value):
+        """Return a JSON value in which no string holds the key."""
+        if isinstance(value, str):
+            return self.shown(value)
+        if isinstance(value, list):
+            return [self.masked(item) for item in value]
+        return {key: self.masked(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 class NotFound(Unavailable):
     """The server is there and has no such model, or no such API (404)."""
 
 
-def _named(error, timeout_s):
-    """Return the error that names what went wrong after a request was sent."""
-    if isinstance(error, TimeoutError):
-        return ReplyTimeout(f"no whole answer within {timeout_s:g} s")
-    if isinstance(error, (OSError, http.client.IncompleteRead)):
-        return ConnectionCut(f"the connection was lost before the whole answer came: {_reason(error)}")
-    if isinstance(error, (http.client.HTTPException, ValueError)):
-        return MalformedReply(f"the answer is not HTTP: {type(error).__name__}: {error}")
-    return error
+class Denied(Unavailable):
+    """The server is there and does not let us in (401, 403)."""
 
 
 def _netloc(host, port):
@@ -320,18 +375,28 @@ def _some(names):
 
 
 def _is_loopback(host):
-    """True for a name or address of this machine itself."""
+    """True for a name or address of this machine itself, however it is written."""
     import ipaddress
+    host = host.rstrip(".").lower()
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+        try:
+            address = ipaddress.ip_address(socket.inet_aton(host))    # 127.1 and the like
+        except OSError:
+            return host in ("localhost", "ip6-localhost") or host.endswith(".localhost")
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified
 
 
 def _readable(sock):
     """True if an idle connection has something to read: the server has closed it (or talks out of turn)."""
     import select
-    return bool(select.select([sock], [], [], 0)[0])
+    if not hasattr(select, "poll"):
+        return bool(select.select([sock], [], [], 0)[0])
+    poll = select.poll()    # select() stops at 1024 open files
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _reason(error):
@@ -385,11 +450,15 @@ class ChatSystem:
         self.name, self.asked_model, self.endpoint, self.timeout_s = name, model, endpoint, timeout_s
         self.sampling = {"api": self.API, "temperature": temperature, "max_tokens": max_tokens, "top_p": top_p,
                          "format": format, "extra_body": extra_body, "seed_base": harness.SEED_BASE}
-        inner = (extra_body or {}).get("options")
-        taken = [key for key in ("model", "messages", "stream", "seed") if key in (extra_body or {})
-                 or isinstance(inner, dict) and key in inner]
-        if taken:
-            raise RunError(f"the extra body sets {', '.join(taken)}, which the bench sets itself")
+        extra = extra_body or {}
+        inner = extra.get("options", {})
+        if not isinstance(inner, dict):
+            raise RunError("the extra body's `options` must be an object")
+        if extra.get("max_tokens", ...) is None:    # taken out, for servers that want the limit under another name
+            extra = {key: value for key, value in extra.items() if key != "max_tokens"}
+        fixed = SET_BY_THE_BENCH if format == "none" else SET_BY_THE_BENCH | {"format", "response_format"}
+        if taken := sorted(fixed & (set(extra) | set(inner))):
+            raise RunError(f"the extra body sets {', '.join(taken)}, which has an option of its own or is set by the bench")
 
     @cached_property
     def http(self):
@@ -399,13 +468,13 @@ class ChatSystem:
     def request(self, case, trial):
         """Return the body of a trial's request. Raises ValueError for a blank or missing message."""
         messages = [{"role": "system", "content": PROMPT_TEXT}, {"role": "user", "content": message_of(case)}]
-        return _merged(self.body(messages, harness.seed_of(self, trial)), self.sampling["extra_body"] or {})
+        return _merged(self.body(messages, harness.SEED_BASE + trial), self.sampling["extra_body"] or {})
 
     def respond(self, case, trial):
         """Ask the model once. Raises ValueError for a blank or missing message, Unavailable or Busy where the
         model was not asked, and json.JSONDecodeError or a ReplyError where it gave no usable answer."""
         body = self.request(case, trial)
-        metadata = {"seed": harness.seed_of(self, trial), "temperature": self.sampling["temperature"]}
+        metadata = {"seed": harness.SEED_BASE + trial, "temperature": self.sampling["temperature"]}
         try:
             value, _ = self.http.ask("POST", self.PATH, body)
             text = self.content(value, metadata)
@@ -425,7 +494,7 @@ class ChatSystem:
             text, thinking, refusal, stop_reason = self.parts(value, metadata)
         except (TypeError, LookupError, AttributeError) as error:
             raise MalformedReply(f"the answer is not the API's shape: {type(error).__name__}: {error}",
-                                 self.http.shown(json.dumps(value))) from None
+                                 json.dumps(value, ensure_ascii=False)) from None
         metadata["stop_reason"] = stop_reason
         into_thinking = ": the tokens went into thinking" if thinking and not text.strip() else ""
         if refusal or stop_reason == "content_filter":
@@ -433,7 +502,7 @@ class ChatSystem:
         if stop_reason is None:
             raise UnfinishedReply("the server ended the reply without finishing it", text)
         if stop_reason == "length":
-            raise TruncatedReply(f"cut off at {self.sampling['max_tokens']} tokens{into_thinking}", text or thinking)
+            raise TruncatedReply(f"cut off at the token limit{into_thinking}", text or thinking)
         if not text.strip():
             raise EmptyReply(f"the reply has no content{into_thinking}", thinking)
         return text
@@ -454,36 +523,49 @@ class ChatSystem:
             self.http.close()
 
     def alive(self):
-        """True if the server answers at all."""
+        """True if the server answers, whatever it says."""
         try:
             self.http.ask("GET", self.ALIVE_PATH, timeout_s=ALIVE_TIMEOUT_S)
-        except (Unavailable, ReplyTimeout, ConnectionCut):
-            return False
-        except (Busy, ReplyError):
-            pass
+        except (Unavailable, Busy, ReplyError) as error:
+            if getattr(error, "status", None) in (502, 504):    # a gateway's word for a server behind it that is gone
+                return False
+            return isinstance(error, (NotFound, Denied)) or not isinstance(error, (Unavailable, ReplyTimeout, ConnectionCut))
         return True
 
 
 def _string(value):
-    """Return a reply's text field, where missing text is empty. Raises TypeError for anything else."""
+    """Return a reply's text field, where missing text is empty and a list of parts is put together. Raises
+    TypeError, LookupError or AttributeError for anything else."""
+    if isinstance(value, list):
+        return "".join(part["text"] for part in value if part.get("type") == "text")
     if not (value is None or isinstance(value, str)):
         raise TypeError(f"a text is {type(value).__name__}")
     return value or ""
 
 
+def _object(value):
+    return value if isinstance(value, dict) else {}
+
+
+def _seconds(measured, **fields):
+    """Return what a server measured, in seconds: `fields` maps a name to (the server's field, units a second)."""
+    return {name: round(float(measured[field]) / units, 9) for name, (field, units) in fields.items()
+            if isinstance(measured.get(field), (int, float)) and 0 <= measured[field] < 1e18}
+
+
 def _merged(body, extra):
-    """Return a request's body with the keys of `extra`; an object in both (Ollama's options) is merged too."""
-    return body | {key: body[key] | value if isinstance(value, dict) and isinstance(body.get(key), dict) else value
-                   for key, value in extra.items()}
+    """Return a request's body with the keys of `extra`: an object in both (Ollama's options) is merged too, and a
+    null takes the key out."""
+    merged = body | {key: body[key] | value if isinstance(value, dict) and isinstance(body.get(key), dict) else value
+                     for key, value in extra.items()}
+    return {key: value for key, value in merged.items() if value is not None}
 
 
-def _keep(metadata, **measured):
-    """Keep what a server measured. A number that it did not give is missing, never zero."""
-    for key, value in measured.items():
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-                raise TypeError(f"{key} is {type(value).__name__}")
-            metadata[key] = value
+def _keep(metadata, **said):
+    """Keep what a server said of a reply. A number that it did not give is missing, never zero, and what is of the
+    wrong type spoils no answer."""
+    metadata |= {key: value for key, value in said.items()
+                 if isinstance(value, str if key in ("model", "server") else (int, float)) and not isinstance(value, bool)}
 
 
 class OllamaSystem(ChatSystem):
@@ -504,7 +586,10 @@ class OllamaSystem(ChatSystem):
 
     def installed_digest(self):
         """Return the first 12 hex digits of the installed model's digest. Raises RunError where there is none."""
-        value, _ = self.http.ask("GET", "/api/tags")
+        try:
+            value, _ = self.http.ask("GET", "/api/tags")
+        except ReplyError as error:
+            raise RunError(str(error)) from None
         try:
             installed = {model["name"]: model["digest"].removeprefix("sha256:")[:12] for model in value["models"]}
         except (TypeError, LookupError, AttributeError):
@@ -519,10 +604,12 @@ class OllamaSystem(ChatSystem):
         """Raises RunError where the model is not installed or not at the digest of the system's identity."""
         installed, wanted = self.installed_digest(), self.model.rpartition("@")[2]
         if installed != wanted:
-            raise RunError(f"{self.asked_model} at {self.endpoint} has the digest {installed}, not the pinned {wanted}; "
+            raise RunError(f"{self.asked_model} at {self.endpoint} has the digest {installed}, not {wanted}; "
                            f"model_triage:ollama={self.asked_model} runs what is installed")
-        value, _ = self.http.ask("GET", "/api/version")
-        self.server = f"ollama {value.get('version')}" if isinstance(value, dict) else None
+        try:
+            self.server = f"ollama {self.http.ask('GET', '/api/version')[0]['version']}"
+        except (ReplyError, NotFound, TypeError, LookupError):    # it only describes
+            pass
 
     def body(self, messages, seed):
         """Return the body of a chat request."""
@@ -535,16 +622,15 @@ class OllamaSystem(ChatSystem):
                 "truncate": False, **form, "options": options}
 
     def loading(self):
-        """Return the body of the request that only loads the model."""
-        return {"model": self.asked_model, "messages": [], "stream": False}
+        """Return the body of the request that only loads the model, with the options that it will be used with."""
+        body = _merged(self.body([], harness.SEED_BASE), self.sampling["extra_body"] or {})
+        return {key: body[key] for key in ("model", "messages", "stream", "options", "keep_alive") if key in body}
 
     def parts(self, value, metadata):
         """Return (text, thinking, refusal, stop reason) of a chat reply."""
-        seconds = {key: round(value[field] / 1e9, 9) for key, field in (
-            ("load_s", "load_duration"), ("prompt_s", "prompt_eval_duration"), ("generation_s", "eval_duration"))
-            if field in value}
         _keep(metadata, model=value.get("model"), server=self.server, tokens_in=value.get("prompt_eval_count"),
-              tokens_out=value.get("eval_count"), **seconds)
+              tokens_out=value.get("eval_count"), **_seconds(value, load_s=("load_duration", 1e9), prompt_s=(
+                  "prompt_eval_duration", 1e9), generation_s=("eval_duration", 1e9)))
         message = value["message"]
         stop_reason = value.get("done_reason") if value["done"] else None
         return _string(message.get("content")), _string(message.get("thinking")), "", stop_reason
@@ -565,12 +651,13 @@ class OpenAISystem(ChatSystem):
     def check_model(self):
         """Raises RunError where the server lists its models and this one is not among them."""
         try:
-            value, headers = self.http.ask("GET", "/v1/models")
+            value, self.server = self.http.ask("GET", "/v1/models")
         except (NotFound, ServerError, MalformedReply):    # not every server lists its models
             return
         except ReplyError as error:
+            if isinstance(error, BadRequest) and error.status >= 400:
+                return
             raise RunError(str(error)) from None
-        self.server = headers.get("Server")
         try:
             served = [model["id"] for model in value["data"]]
         except (TypeError, LookupError):
@@ -592,26 +679,29 @@ class OpenAISystem(ChatSystem):
         """Return the body of a request for one token: with the rest of a trial's, so that what the server
         refuses shows before the first trial."""
         messages = [{"role": "system", "content": PROMPT_TEXT}, {"role": "user", "content": "Hello"}]
-        return _merged(self.body(messages, harness.SEED_BASE), self.sampling["extra_body"] or {}) | {"max_tokens": 1}
+        body = _merged(self.body(messages, harness.SEED_BASE), self.sampling["extra_body"] or {})
+        return body | {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 1}
 
     def parts(self, value, metadata):
         """Return (text, thinking, refusal, stop reason) of a chat completion."""
-        usage, timings = value.get("usage") or {}, value.get("timings") or {}
+        usage, timings = _object(value.get("usage")), _object(value.get("timings"))
         if usage.get("prompt_tokens"):    # all zero where the server did not count
             _keep(metadata, tokens_in=usage["prompt_tokens"], tokens_out=usage.get("completion_tokens"))
-        seconds = {key: round(timings[field] / 1e3, 9) for key, field in (("prompt_s", "prompt_ms"), ("generation_s", "predicted_ms"))
-                   if field in timings}
-        _keep(metadata, model=value.get("model"), server=value.get("system_fingerprint") or self.server, **seconds)
+        _keep(metadata, server=self.server)
+        _keep(metadata, model=value.get("model"), server=value.get("system_fingerprint"), **_seconds(
+            timings, prompt_s=("prompt_ms", 1e3), generation_s=("predicted_ms", 1e3)))
         choice = value["choices"][0]
         message = choice["message"]
-        thinking = message.get("reasoning_content") or message.get("reasoning")
-        return (_string(message.get("content")), _string(thinking), _string(message.get("refusal")),
+        thinking, refusal = message.get("reasoning_content") or message.get("reasoning"), message.get("refusal")
+        return (_string(message.get("content")), _string(thinking), refusal if isinstance(refusal, str) else "",
                 choice.get("finish_reason"))
 
 
 def ollama_endpoint(host):
     """Return the URL that OLLAMA_HOST names, read as Ollama reads it: HOST, HOST:PORT, :PORT, an IPv6 address
-    bare or in brackets, with or without a scheme and a path."""
+    bare or in brackets, with or without a scheme and a path. (One with a password in it is refused later, as it is.)"""
+    if "@" in host:
+        return host
     scheme, given, rest = host.strip().strip("\"'").partition("://")
     scheme, rest = (scheme, rest) if given else ("http", scheme)
     default_port = {"http": 80, "https": 443}.get(scheme, 11434) if given else 11434

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Read trial logs and run records; say what they show: counts, flaky cases, pass@k and pass^k, latency.
+"""Read trial logs and run records; say what they show, how sure it is, and whether it is good enough.
 
     python3 report.py                                       every log in runs/
-    python3 report.py recorded/smollm2.jsonl --out report.json
+    python3 report.py recorded/smollm2.jsonl --failures     each trial that failed, with its output and the reason
+    python3 report.py --markdown report.md --html report.html
+    python3 report.py --require 'pass^3>=0.8' --baseline old-report.json
 
 A metric that the data cannot support is not printed: with any planned trial not run there is no curve.
 """
@@ -10,18 +12,29 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from array import array
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 
 import bench
 import harness
 from harness import RunError
 
-REPORT_VERSION = "1"
+REPORT_VERSION = "2"
 MARKS = {"pass": "+", "fail": "x", "incomplete": "!", "not run": "."}
+OUTCOMES = {"TruncatedReply": "truncated", "UnfinishedReply": "truncated", "EmptyReply": "empty", "RefusedReply": "refusal",
+            "ReplyTimeout": "timeout", "ServerError": "server", "ConnectionCut": "server", "MalformedReply": "server",
+            "BadRequest": "server", "JSONDecodeError": "schema", "NotRun": "not-run",
+            "output-fields": "schema", "rejection": "rejection"}
 SHOWN_K = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
+Z_95 = 1.959963984540054
+FEW_LATENCIES = 100
+MOST_CELLS = 20_000    # more are shown as a bar for each case
+MOST_EXACT_STEPS = 20_000_000
+SIGN_SAMPLES = 9999
 
 
 # --- metrics ----------------------------------------------------------------------------------------------
@@ -43,15 +56,77 @@ def pass_at_k(n, c):
     return [1 - none_passes for none_passes in pass_power_k(n, n - c)]
 
 
-def curve(n, passes):
-    """Return both metrics for k = 1 to n, each a mean over cases, from each case's passes of n trials."""
-    cases = Counter(passes)
+@lru_cache
+def t_quantile(df):
+    """Return Student's t that 95 % of the distribution with `df` degrees of freedom lie within (two-sided).
 
-    def means(metric):
-        by_case = [(count, metric(n, c)) for c, count in cases.items()]
-        return [round(math.fsum(count * values[k] for count, values in by_case) / len(passes), 4) for k in range(n)]
-    return {str(k): {"pass_at_k": at, "pass_power_k": power}
-            for k, (at, power) in enumerate(zip(means(pass_at_k), means(pass_power_k)), 1)}
+    Up to 60 degrees by bisection of the finite sums for the distribution (Abramowitz and Stegun 1964, 26.7.3 and
+    26.7.4), above by its expansion around the normal quantile (26.7.5); correct to 1e-6 everywhere.
+    """
+    if df > 60:
+        z = Z_95
+        return (z + (z**3 + z) / (4 * df) + (5*z**5 + 16*z**3 + 3*z) / (96 * df**2)
+                + (3*z**7 + 19*z**5 + 17*z**3 - 15*z) / (384 * df**3)
+                + (79*z**9 + 776*z**7 + 1482*z**5 - 1920*z**3 - 945*z) / (92160 * df**4))
+    even, low, high = df % 2 == 0, 0.0, 20.0
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        angle = math.atan(middle / math.sqrt(df))
+        total, term = 0.0, 1.0 if even else math.cos(angle)
+        for j in range(2 if even else 3, df + 1, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (j - 1) / j
+        total *= math.sin(angle)
+        low, high = (middle, high) if (total if even else 2 / math.pi * (angle + total)) < 0.95 else (low, middle)
+    return low
+
+
+def wilson(v, n, z=Z_95):
+    """Return Wilson's interval (low, high) for a share `v` of `n`, `n` not necessarily whole (Wilson 1927)."""
+    middle, half = v + z * z / (2 * n), z * math.sqrt(v * (1 - v) / n + z * z / (4 * n * n))
+    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
+
+
+def mean_interval(v, variance, m, n):
+    """Return the 95 % interval (low, high) for the mean of a rate over cases; None for a single case.
+
+    `v` and `variance` (with m - 1 in the denominator) are of the values of m cases of n trials. The cases are the
+    sample: the interval is for the mean over the kind of cases that these were drawn from. It is Wilson's with
+    the effective sample size v(1-v)/SE^2, held between m and m x n, in place of the number of trials, and with
+    Student's t for m - 1 degrees of freedom in place of 1.96. It says nothing about a kind of case that the set
+    does not contain: where one case in ten passes at 0.1 and the rest at 0.99, nine cases often hold none of the
+    former, and fewer than 80 % of such intervals cover the truth. No interval can remove that limit.
+
+    Sources: Korn and Graubard 1998 (effective sample size for proportions from clusters); Franco, Little, Louis
+    and Slud 2019 (Wilson's formula with it); Miller 2024, "Adding error bars to evals" (cases as clusters).
+    """
+    if m < 2:
+        return None
+    if v <= 0 or v >= 1:
+        size = m
+    else:
+        size = min(max(v * (1 - v) * m / variance, m), m * n) if variance > 1e-24 else m * n
+    return wilson(min(max(v, 0.0), 1.0), size, t_quantile(m - 1))
+
+
+def rounded(interval):
+    """Return an interval to four places, or None."""
+    return interval and [round(end, 4) for end in interval]
+
+
+def curve(n, passes):
+    """Return (curve, intervals), each a dict with the keys "1" to "n", from each case's passes of n trials: both
+    metrics as means over cases, and their 95 % intervals."""
+    cases, m = Counter(passes), len(passes)
+    values, intervals = {str(k): {} for k in range(1, n + 1)}, {str(k): {} for k in range(1, n + 1)}
+    for name, metric in (("pass_at_k", pass_at_k), ("pass_power_k", pass_power_k)):
+        counts, by_case = list(cases.values()), [metric(n, c) for c in cases]
+        for k, column in enumerate(zip(*by_case), 1):
+            mean = math.fsum(map(float.__mul__, column, map(float, counts))) / m
+            variance = sum(count * (value - mean) ** 2 for count, value in zip(counts, column)) / max(m - 1, 1)
+            values[str(k)][name] = round(mean, 4)
+            intervals[str(k)][name] = rounded(mean_interval(mean, variance, m, n))
+    return values, intervals
 
 
 def nearest_rank(ordered, percent):
@@ -60,36 +135,60 @@ def nearest_rank(ordered, percent):
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)] if ordered else None
 
 
+def ran_and_did_not_pass(counts):
+    """Return how many trials of a case ran and did not pass. (Those not run are among the incomplete ones.)"""
+    return counts["fail"] + counts["incomplete"] - counts["not_run"]
+
+
 def is_flaky(counts):
     """True if, among the trials of a case that ran, some passed and some did not."""
-    return counts["pass"] > 0 and counts["fail"] + counts["incomplete"] > counts["not_run"]
+    return counts["pass"] > 0 and ran_and_did_not_pass(counts) > 0
 
 
 def never_passed(counts):
     """True if a case ran at least once and never passed."""
-    return counts["pass"] == 0 and counts["fail"] + counts["incomplete"] > counts["not_run"]
+    return counts["pass"] == 0 and ran_and_did_not_pass(counts) > 0
+
+
+def outcome(result):
+    """Return the one word, of a closed list, for how a trial ended."""
+    if result["verdict"] == "pass":
+        return "success"
+    if result["verdict"] == "fail":
+        return OUTCOMES.get(result["check"], "wrong")
+    return OUTCOMES.get(result["error"]["types"][0], "error")
 
 
 # --- reading ----------------------------------------------------------------------------------------------
 
-def from_log(path, case_set, task):
+def read(path, case_set, task, regrade=False):
+    """Return (manifest, results) of a trial log (.jsonl) or a run record."""
+    return from_log(path, case_set, task, regrade) if str(path).endswith(".jsonl") else from_run_record(path, case_set)
+
+
+def from_log(path, case_set, task, regrade=False):
     """Return (manifest, results) of a trial log, graded row by row on the way. `results` streams; the manifest
-    has its `recording_sha256` once they are exhausted. Raises RunError for a log of another case set."""
-    log = bench.read_log(path, case_set)
+    has its `recording_sha256` and `wall_s` once they are exhausted. Raises RunError for a log of another case set."""
+    log = bench.read_log(path, case_set, regrade)
+    harness.of_task(log.header["task"], task, path, regrade)
     cases = {case["id"]: case for case in harness.in_splits(case_set, log.header["splits"])}
-    manifest = harness.manifest(log.header | {"sessions": log.sessions}, case_set, task, None)
+    manifest = harness.manifest(log.header | {"sessions": log.sessions, "regraded_from": log.regraded_from},
+                                case_set, task, None)
 
     def results():
-        digest = harness.TrialDigest(log.header["trials"])
+        digest, spans = harness.TrialDigest(log.header["trials"]), {}
         for row in log.rows():
+            began = harness.seconds(row["started_at"])
+            span = spans.setdefault(len(log.sessions), [began, began])
+            span[0], span[1] = min(span[0], began), max(span[1], began + row["latency_s"])
             digest.add(harness.recorded(row))
             yield harness.graded(cases[row["case_id"]], row, log.header["run_id"], task.checks)
-        for case, trial in harness.plan(case_set, log.header["splits"], log.header["trials"]):
-            if not log.holds(case["id"], trial):
-                row = harness.not_run(case["id"], trial)
-                digest.add(row)
-                yield harness.graded(case, row, log.header["run_id"], task.checks)
+        for case, trial in bench.missing_trials(log, case_set):
+            row = harness.not_run(case["id"], trial)
+            digest.add(row)
+            yield harness.graded(case, row, log.header["run_id"], task.checks)
         manifest["recording_sha256"] = digest.hexdigest()
+        manifest["wall_s"] = round(sum(end - began for began, end in spans.values()), 3)
     return manifest, results()
 
 
@@ -107,47 +206,86 @@ def from_run_record(path, case_set):
         seen = {(result["case_id"], result["trial"]) for result in results}
         if not len(seen) == len(results) == len(case_ids) * manifest["trials"]:
             raise RunError(f"{path} does not hold each planned trial of {case_set['file']} once")
-        needed = ("run_id", "system", "task", "trials", "splits", "sessions", "recording_sha256")
-        what_mixes(manifest["sessions"], [])
+        faults = [harness.identity_fault(manifest["system"]), *map(bench.session_fault, manifest["sessions"])]
+        if fault := next(filter(None, faults), None):
+            raise RunError(f"{path}: its manifest: {fault}")
+        needed = ("run_id", "system", "task", "trials", "splits", "sessions", "regraded_from", "recording_sha256")
         return {key: manifest[key] for key in needed}, results
     except (TypeError, LookupError, AttributeError):
         raise RunError(f"{path} is not a run record (`harness.py run` writes one); a trial log ends in .jsonl") from None
 
 
-def summarize(source, manifest, results, case_set):
-    """Return a system's part of the report from its graded trials, of which only counts, marks and latencies
-    are kept. `source` names the file they come from."""
-    trials = manifest["trials"]
-    cases = harness.in_splits(case_set, manifest["splits"])
+# --- one system -------------------------------------------------------------------------------------------
+
+def summarize(source, manifest, results, case_set, prices=(None, None)):
+    """Return (a system's part of the report, its latencies in ascending order) from its graded trials, of which
+    only counts, marks, latencies and 8 bytes an output are kept. `source` names the file they come from."""
+    trials, cases = manifest["trials"], harness.in_splits(case_set, manifest["splits"])
     marks = {case["id"]: bytearray(MARKS["not run"] * trials, "ascii") for case in cases}
-    failures, errors, latencies, named = Counter(), Counter(), array("d"), set()
+    outcomes, outputs = {case["id"]: Counter() for case in cases}, {case["id"]: array("q") for case in cases}
+    failures, errors, latencies, named, usage = Counter(), Counter(), array("d"), set(), Usage()
     for result in results:
-        named.add(tuple(name if isinstance(name := result["metadata"].get(key), str) else None for key in ("model", "server")))
-        error = result["error"]["types"][0] if result["verdict"] == "incomplete" else None
-        if error != "NotRun":
-            marks[result["case_id"]][result["trial"]] = ord(MARKS[result["verdict"]])
+        case_id, metadata = result["case_id"], result["metadata"]
+        word = outcome(result)
+        outcomes[case_id][word] += 1
+        if word != "not-run":
+            marks[case_id][result["trial"]] = ord(MARKS[result["verdict"]])
         if result["verdict"] == "fail":
             failures[result["check"]] += 1
-        elif error:
-            errors[error] += 1
+        elif result["verdict"] == "incomplete":
+            errors[result["error"]["types"][0]] += 1
         if result["error"] is None:
-            latencies.append(result["metadata"]["recorded_latency_s"])
-    per_case = {case["id"]: {"class": case["class"]} | counts_of(marks[case["id"]].decode()) for case in cases}
-    verdicts = {verdict: sum(counts[verdict] for counts in per_case.values()) for verdict in ("pass", "fail", "incomplete")}
-    missing = sum(counts["not_run"] for counts in per_case.values())
+            latencies.append(metadata["recorded_latency_s"])
+            outputs[case_id].append(hash(harness.encode(result["output"], sort_keys=True)))
+        usage.add(metadata)
+        named.add(tuple(name if isinstance(name := metadata.get(key), str) else None for key in ("model", "server")))
+    per_case = {case["id"]: {"class": case["class"], "critical": case.get("critical", False),
+                             **counts_of(marks[case["id"]].decode()), "distinct_outputs": len(set(outputs[case["id"]])),
+                             "outcomes": dict(outcomes[case["id"]].most_common())} for case in cases}
+    not_run = sum(counts["not_run"] for counts in per_case.values())
+    values, intervals = (None, None) if not_run else curve(trials, [counts["pass"] for counts in per_case.values()])
+    columns = None if not_run else [sum(column) for column in zip(*(
+        [mark == MARKS["pass"] for mark in counts["marks"]] for counts in per_case.values()))]
     ordered = sorted(latencies)
+    latencies_s = {"trials": len(ordered)} | {name: nearest_rank(ordered, percent) for name, percent in (
+        ("median", 50), ("p90", 90), ("p95", 95))}
+    verdicts = {verdict: sum(counts[verdict] for counts in per_case.values()) for verdict in ("pass", "fail", "incomplete")}
+    mixed = what_mixes(manifest["sessions"], named)
     return {
         "system": manifest["system"], "source": source, "run_id": manifest["run_id"],
         "recording_sha256": manifest["recording_sha256"], "task": manifest["task"],
-        "sessions": manifest["sessions"], "mixed": what_mixes(manifest["sessions"], named),
-        "trials_per_case": trials, "cases": len(cases), "verdicts": verdicts, "not_run": missing,
+        "regraded_from": manifest["regraded_from"], "sessions": manifest["sessions"], "mixed": mixed,
+        "trials_per_case": trials, "cases": len(cases), "verdicts": verdicts, "not_run": not_run,
         "failures_by_check": dict(failures.most_common()), "incomplete_by_error": dict(errors.most_common()),
-        "per_case": per_case,
+        "outcomes": outcomes_by_group(per_case), "per_case": per_case,
         "flaky_cases": [case_id for case_id, counts in per_case.items() if is_flaky(counts)],
         "never_passed": [case_id for case_id, counts in per_case.items() if never_passed(counts)],
-        "curve": None if missing else curve(trials, [counts["pass"] for counts in per_case.values()]),
-        "latency_s": {"trials": len(ordered), "median": nearest_rank(ordered, 50), "p90": nearest_rank(ordered, 90)},
-    }
+        "curve": values, "curve_interval_95": intervals,
+        "one_trial": columns and {"passed_cases": columns, "min": min(columns), "max": max(columns)},
+        "latency_s": latencies_s, "wall_s": manifest.get("wall_s"),
+        "usage": usage.summary(verdicts["pass"], len(cases), *prices),
+        "notes": notes(manifest, mixed, per_case, latencies_s),
+    }, ordered
+
+
+def counts_of(marks):
+    """Return a case's counts (not-run trials among the incomplete ones), its marks in order of trial, and its pass
+    rate among the trials that ran with its 95 % Wilson interval."""
+    not_run, passed = marks.count(MARKS["not run"]), marks.count(MARKS["pass"])
+    ran = len(marks) - not_run
+    return {"pass": passed, "fail": marks.count(MARKS["fail"]), "incomplete": marks.count(MARKS["incomplete"]) + not_run,
+            "not_run": not_run, "marks": marks, "pass_rate": round(passed / ran, 4) if ran else None,
+            "interval_95": rounded(wilson(passed / ran, ran)) if ran else None}
+
+
+def outcomes_by_group(per_case):
+    """Return the outcomes over all cases, over each class, and over the critical cases."""
+    groups = {"all": Counter(), "by_class": {}, "critical": Counter()}
+    for counts in per_case.values():
+        of_class = groups["by_class"].setdefault(counts["class"], Counter())
+        for group in (groups["all"], of_class, *([groups["critical"]] if counts["critical"] else [])):
+            group.update(counts["outcomes"])
+    return groups
 
 
 def what_mixes(sessions, named):
@@ -160,83 +298,681 @@ def what_mixes(sessions, named):
     return {key: found for key, found in distinct.items() if len(found) > 1}
 
 
-def counts_of(marks):
-    """Return a case's counts, not-run trials among the incomplete ones, and its marks in order of trial."""
-    not_run = marks.count(MARKS["not run"])
-    return {"pass": marks.count(MARKS["pass"]), "fail": marks.count(MARKS["fail"]),
-            "incomplete": marks.count(MARKS["incomplete"]) + not_run, "not_run": not_run, "marks": marks}
+class Usage:
+    """Tokens and generation time over trials. A count that a server did not give is missing, never zero."""
+
+    def __init__(self):
+        self.tokens = {"in": 0, "out": 0}
+        self.trials = {"in": 0, "out": 0}
+        self.timed_tokens = self.generation_s = 0
+
+    def add(self, metadata):
+        """Add one trial's metadata."""
+        for way in ("in", "out"):
+            count = metadata.get(f"tokens_{way}")
+            if isinstance(count, int) and not isinstance(count, bool):
+                self.tokens[way] += count
+                self.trials[way] += 1
+        out, generation_s = metadata.get("tokens_out"), metadata.get("generation_s")
+        if isinstance(out, int) and isinstance(generation_s, (int, float)) and generation_s > 0:
+            self.timed_tokens += out
+            self.generation_s += generation_s
+
+    def summary(self, passed, cases, price_in, price_out):
+        """Return tokens, their rate, and, with both prices (per million tokens), the cost over the trials that
+        were counted both ways."""
+        summary = {f"tokens_{way}": self.tokens[way] if self.trials[way] else None for way in ("in", "out")}
+        summary |= {"trials_counted": self.trials,
+                    "tokens_per_s": round(self.timed_tokens / self.generation_s, 2) if self.generation_s else None}
+        counted = min(self.trials.values())
+        if price_in is not None and price_out is not None:
+            cost = (self.tokens["in"] * price_in + self.tokens["out"] * price_out) / 1e6
+            summary["cost"] = {"per_trial": cost / counted, "per_case": cost / cases,
+                               "per_passed_trial": cost / passed if passed else None} if counted else None
+        return summary
 
 
-# --- showing ----------------------------------------------------------------------------------------------
+def notes(manifest, mixed, per_case, latency_s):
+    """Return what a reader must know before trusting the numbers, a sentence each."""
+    found = []
+    if manifest["regraded_from"]:
+        found.append(f"made from case set {manifest['regraded_from'][:12]}, whose inputs are the same, and graded anew "
+                     "with today's answers")
+    found += [f"this log mixes {key}: {', '.join(values)}; its trials may not be alike" for key, values in mixed.items()]
+    ran_twice = [counts for counts in per_case.values() if sum(counts["outcomes"].values()) - counts["not_run"] > 1
+                 and counts["distinct_outputs"]]
+    temperature = manifest["system"]["sampling"].get("temperature")
+    if isinstance(temperature, (int, float)) and temperature > 0 and ran_twice \
+            and all(counts["distinct_outputs"] == 1 for counts in ran_twice):
+        found.append(f"all trials of every case returned the same output at temperature {temperature:g}: the server may "
+                     "ignore the seed or the temperature, or answer from a cache; ask it twice with different seeds")
+    if 0 < latency_s["trials"] < FEW_LATENCIES:
+        found.append(f"with {latency_s['trials']} latencies, their p95 is close to their maximum")
+    return found
 
-def block(system):
-    """Yield the lines of one system's block for the terminal."""
-    verdicts, width = system["verdicts"], max(map(len, system["per_case"]))
-    trials = system["trials_per_case"]
-    yield f"{system['system']['name']} ({system['system']['model']}), {system['cases']} cases x {trials} trials, " \
-          f"from {system['source']}"
-    yield f"  {verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['incomplete']} incomplete" \
+
+# --- comparing --------------------------------------------------------------------------------------------
+
+def compare(a, b):
+    """Return the comparison of two systems' parts of the report, b against a, on the cases that they share.
+
+    It answers two questions. `on_these_cases`: is b better on exactly these cases, or is the difference a matter
+    of which trials were drawn? `on_cases_like_these`: would it be better on other cases of the same kind?
+    """
+    pair = {"a": a["system"]["name"], "b": b["system"]["name"], "sources": [a["source"], b["source"]]}
+    if a["task"]["sha256"] != b["task"]["sha256"]:
+        return pair | {"refused": "they were graded by different tasks"}
+    if list(a["per_case"]) != list(b["per_case"]):
+        return pair | {"refused": "they ran different cases"}
+    if a["not_run"] or b["not_run"]:
+        return pair | {"refused": f"{a['not_run'] + b['not_run']} planned trials were not run"}
+    n_a, n_b = a["trials_per_case"], b["trials_per_case"]
+    passes = [(counts["pass"], b["per_case"][case_id]["pass"]) for case_id, counts in a["per_case"].items()]
+    differences = [passed_b * n_a - passed_a * n_b for passed_a, passed_b in passes]    # in units of 1 / (n_a n_b)
+    m, unit = len(passes), n_a * n_b
+    mean = sum(differences) / m
+    interval = None
+    if m > 1:
+        half = t_quantile(m - 1) * math.sqrt(sum((one - mean) ** 2 for one in differences) / (m - 1) / m)
+        interval = rounded((max(-1.0, (mean - half) / unit), min(1.0, (mean + half) / unit)))
+    told = [f"trials per case differ: {n_a} and {n_b}"] if n_a != n_b else []
+    told += [f"sampling differs: {line}" for line in bench.differences("sampling", a["system"]["sampling"],
+                                                                       b["system"]["sampling"])]
+    return pair | {
+        "difference": round(mean / unit, 4), "better": sum(one > 0 for one in differences),
+        "worse": sum(one < 0 for one in differences), "equal": differences.count(0),
+        "on_these_cases": {"question": "is b better than a on exactly these cases?",
+                           **trial_p_value(passes, n_a, n_b)},
+        "on_cases_like_these": {"question": "would b be better than a on other cases of this kind?",
+                                "interval_95": interval, **sign_flip_p_value(differences)},
+        "notes": told,
+    }
+
+
+def trial_p_value(passes, n_a, n_b):
+    """Return the two-sided p-value that the trials within each case are exchangeable between two systems.
+
+    In each case, given the passes of both together, b's share of them is hypergeometric; the total's null
+    distribution is the convolution over cases, and p is the chance of a total at least as far from its
+    expectation as the one seen. Where that would take too long (many thousand trials, where the total is as good
+    as normal) a normal distribution of the same mean and variance stands in, and `method` says so.
+    """
+    both = Counter(passed_a + passed_b for passed_a, passed_b in passes if 0 < passed_a + passed_b < n_a + n_b)
+    observed = sum(passed_b for passed_a, passed_b in passes if 0 < passed_a + passed_b < n_a + n_b)
+    n = n_a + n_b
+    mean = math.fsum(count * s * n_b / n for s, count in both.items())
+    variance = math.fsum(count * s * (n - s) * n_a * n_b / (n * n * (n - 1)) for s, count in both.items())
+    distance = abs(observed - mean)
+    if 100 * sum(both.values()) * variance > MOST_EXACT_STEPS:
+        p = math.erfc(max(0.0, distance - 0.5) / math.sqrt(2 * variance))
+        return {"p": p, "method": "normal approximation of the trials within cases"}
+    low, chances = 0, [1.0]
+    for s, count in both.items():
+        first, last = max(0, s - n_a), min(s, n_b)
+        whole = math.comb(n, s)
+        case = [math.comb(n_b, drawn) * math.comb(n_a, s - drawn) / whole for drawn in range(first, last + 1)]
+        case_low, case = trimmed(first, case)
+        for _ in range(count):
+            longer = [0.0] * (len(chances) + len(case) - 1)
+            for i, chance in enumerate(chances):
+                for j, drawn in enumerate(case, i):
+                    longer[j] += chance * drawn
+            low, chances = trimmed(low + case_low, longer)
+    p = math.fsum(chance for total, chance in enumerate(chances, low) if abs(total - mean) >= distance - 1e-9)
+    return {"p": min(1.0, p), "method": "exact, over the trials within cases"}
+
+
+def trimmed(low, chances):
+    """Return a distribution (its lowest value, the chances from there up) without ends that are below 1e-25."""
+    first = next((i for i, chance in enumerate(chances) if chance > 1e-25), 0)
+    last = next((i for i in range(len(chances) - 1, -1, -1) if chances[i] > 1e-25), 0)
+    return low + first, chances[first:last + 1]
+
+
+def sign_flip_p_value(differences):
+    """Return the two-sided p-value that each case's difference is as likely to have the other sign: over every
+    pattern of signs up to 16 cases that differ, over a sample with a fixed seed above."""
+    differing = [one for one in differences if one]
+    observed = abs(sum(differing))
+    if len(differing) <= 16:
+        totals = [0]
+        for one in differing:
+            totals = [total + sign for total in totals for sign in (one, -one)]
+        return {"p": sum(abs(total) >= observed for total in totals) / len(totals), "method": "exact, over cases"}
+    import random
+    draw, hits = random.Random(len(differing)), 1
+    for _ in range(SIGN_SAMPLES):
+        signs = draw.getrandbits(len(differing))
+        hits += abs(sum(one if signs >> i & 1 else -one for i, one in enumerate(differing))) >= observed
+    return {"p": hits / (SIGN_SAMPLES + 1), "method": f"{SIGN_SAMPLES} drawn sign patterns, over cases"}
+
+
+# --- deciding ---------------------------------------------------------------------------------------------
+
+RULE = re.compile(r"(pass@|pass\^)([1-9]\d*)(?:\[(.+)\])?|(incomplete|not_run|flaky)(?:\[(.+)\])?|(p95_s)")
+COMPARE = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": float.__lt__, "==": float.__eq__}
+
+
+def rule(text):
+    """An argparse type: a rule such as pass^3>=0.8, pass@1[billing]>0.9, flaky<=2 or p95_s<3."""
+    found = re.fullmatch(r"\s*(.+?)\s*(>=|<=|==|>|<)\s*([0-9.eE+-]+)\s*", text)
+    if not (found and RULE.fullmatch(found[1])):
+        raise argparse.ArgumentTypeError(f"{text!r} is not METRIC>=NUMBER (or <=, >, <, ==) with METRIC pass@K, pass^K, "
+                                         "incomplete, not_run, flaky, each with a [class] if wanted, or p95_s")
+    return text.strip(), found[1], found[2], float(found[3])
+
+
+def decide(wanted, system, lower_bound):
+    """Return the decision on one rule for one system: its value, whether it is met, and the cases behind it."""
+    text, metric, sign, bound = wanted
+    kind, k, of_class, counted, counted_class, _ = RULE.fullmatch(metric).groups()
+    of_class = of_class or counted_class
+    cases = {case_id: counts for case_id, counts in system["per_case"].items() if of_class in (None, counts["class"])}
+    value, why, behind = None, None, []
+    if not cases:
+        why = f"there is no case of the class {of_class}"
+    elif counted:
+        key = {"incomplete": "incomplete", "not_run": "not_run"}.get(counted)
+        behind = [case_id for case_id, counts in cases.items() if (counts[key] if key else is_flaky(counts))]
+        value = sum(counts[key] for counts in cases.values()) if key else len(behind)
+    elif not kind:
+        value = system["latency_s"]["p95"]
+        why = None if value is not None else "no trial returned an output"
+    else:
+        behind = [case_id for case_id, counts in cases.items() if counts["pass"] < len(counts["marks"])]
+        missing = sum(counts["not_run"] for counts in cases.values())
+        if missing:
+            why = f"{missing} planned trials were not run"
+        elif int(k) > system["trials_per_case"]:
+            why = f"{k} trials of each case are needed, and there are {system['trials_per_case']}"
+        else:
+            values, intervals = curve(system["trials_per_case"], [counts["pass"] for counts in cases.values()])
+            name = "pass_at_k" if kind == "pass@" else "pass_power_k"
+            value = values[k][name]
+            if lower_bound:
+                interval = intervals[k][name]
+                value, why = (interval[0], None) if interval else (None, "a single case has no interval over cases")
+    met = value is not None and COMPARE[sign](float(value), bound)
+    return {"rule": text + (" (lower bound)" if lower_bound and kind else ""), "system": system["system"]["name"],
+            "source": system["source"], "value": value, "met": met, "why": why, "cases": behind}
+
+
+def against_baseline(system, baseline, path):
+    """Return the decision whether a system has become worse than it was in an older report.
+
+    It has if its mean pass rate on the same cases has dropped and the test over trials says p < 0.05. Raises
+    RunError where the older report is of another case set, or does not hold the system.
+    """
+    try:
+        older = [one for one in baseline["systems"] if one["system"]["name"] == system["system"]["name"]]
+        if baseline["case_set"]["sha256"] != system["case_set_sha256"]:
+            raise RunError(f"{path} is of another case set")
+        if not older:
+            raise RunError(f"{path} has no system {system['system']['name']}")
+        compared = compare(older[-1], system)
+        behind = [case_id for case_id, counts in system["per_case"].items()
+                  if counts["pass"] * older[-1]["trials_per_case"] < older[-1]["per_case"].get(case_id, counts)["pass"]
+                  * system["trials_per_case"]]
+    except (TypeError, LookupError, AttributeError):
+        raise RunError(f"{path} is not a report of this version ({REPORT_VERSION})") from None
+    met = "refused" not in compared and not (compared["difference"] < 0 and compared["on_these_cases"]["p"] < 0.05)
+    return {"rule": f"not worse than in {Path(path).name}", "system": system["system"]["name"], "source": system["source"],
+            "value": compared.get("difference"), "p": compared.get("on_these_cases", {}).get("p"), "met": met,
+            "why": compared.get("refused"), "cases": behind}
+
+
+# --- for the terminal -------------------------------------------------------------------------------------
+
+def width(text):
+    """Return how many columns a text takes on a terminal."""
+    import unicodedata
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def padded(text, columns):
+    """Return a text with spaces after it, up to a width in columns."""
+    return text + " " * (columns - width(text))
+
+
+def percent(interval):
+    """Return an interval as text."""
+    return f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "no interval"
+
+
+def colored(marks):
+    """Return marks with a terminal's colours."""
+    colors = {MARKS["pass"]: "32", MARKS["fail"]: "31", MARKS["incomplete"]: "33", MARKS["not run"]: "2"}
+    return re.sub(r"(.)\1*", lambda run: f"\x1b[{colors[run[1]]}m{run[0]}\x1b[0m", marks)
+
+
+def headline(system):
+    """Yield the lines on a whole system: counts, what to know before trusting them, failures by cause."""
+    verdicts = system["verdicts"]
+    yield f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['incomplete']} incomplete" \
           + (f" ({system['not_run']} of them not run)" if system["not_run"] else "")
-    for key, found in system["mixed"].items():
-        yield f"  this log mixes {key}: {', '.join(found)}; its trials may not be alike"
+    yield from (f"note: {note}" for note in system["notes"])
     for title, key in (("failed at", "failures_by_check"), ("incomplete by", "incomplete_by_error")):
         if system[key]:
-            yield f"  {title}: " + ", ".join(f"{name} {count}" for name, count in system[key].items())
-    yield "  " + "case".ljust(width) + "  passed  trials (" + ", ".join(f"{m} {v}" for v, m in MARKS.items()) + ")"
-    for case_id, counts in system["per_case"].items():
-        yield f"  {case_id.ljust(width)}  {counts['pass']}/{trials}".ljust(width + 12) + counts["marks"]
+            yield f"{title}: " + ", ".join(f"{name} {count}" for name, count in system[key].items())
+
+
+def figures(system):
+    """Yield the lines of figures: flaky cases, curves with their intervals, spread, latency, tokens, cost."""
     for title, key in (("flaky", "flaky_cases"), ("never passed", "never_passed")):
-        yield f"  {title}: " + (", ".join(system[key]) or "none")
+        yield f"{title}: " + (", ".join(system[key]) or "none")
+    if system["outcomes"]["critical"]:
+        yield "critical cases: " + ", ".join(f"{word} {count}" for word, count in system["outcomes"]["critical"].items())
     if system["curve"] is None:
-        yield f"  no pass@k and no pass^k: {system['not_run']} planned trials were not run"
+        yield f"no pass@k and no pass^k: {system['not_run']} planned trials were not run"
     else:
-        shown = [str(k) for k in SHOWN_K if k < trials] + [str(trials)]
-        for title, values in (("k", shown), ("pass@k", [f"{system['curve'][k]['pass_at_k']:.4f}" for k in shown]),
-                              ("pass^k", [f"{system['curve'][k]['pass_power_k']:.4f}" for k in shown])):
-            yield f"  {title:8}" + " ".join(value.rjust(6) for value in values)
-    if system["latency_s"]["trials"]:
-        yield "  latency: median {median:.3g} s, p90 {p90:.3g} s, over {trials} answers".format(**system["latency_s"])
+        shown = [str(k) for k in SHOWN_K if k < system["trials_per_case"]] + [str(system["trials_per_case"])]
+        yield "k       " + " ".join(k.rjust(6) for k in shown)
+        for title, name in (("pass@k", "pass_at_k"), ("pass^k", "pass_power_k")):
+            yield f"{title:8}" + " ".join(f"{system['curve'][k][name]:.4f}".rjust(6) for k in shown)
+            for end, place in (("  from", 0), ("  to", 1)):
+                if system["curve_interval_95"]["1"][name]:
+                    yield f"{end:8}" + " ".join(f"{system['curve_interval_95'][k][name][place]:.4f}".rjust(6) for k in shown)
+        one = system["one_trial"]
+        yield f"one trial alone would have shown {one['min']} to {one['max']} of {system['cases']} cases passed"
+    latency, usage = system["latency_s"], system["usage"]
+    if latency["trials"]:
+        yield "latency: median {median:.3g} s, p90 {p90:.3g} s, p95 {p95:.3g} s, over {trials} answers".format(**latency) \
+              + (f"; wall time {system['wall_s']:.0f} s" if system["wall_s"] is not None else "")
+    if any(usage["trials_counted"].values()):
+        yield f"tokens: {usage['tokens_in']} in, {usage['tokens_out']} out" \
+              + (f", {usage['tokens_per_s']:.1f} a second generated" if usage["tokens_per_s"] else "")
+    if usage.get("cost"):
+        yield "cost: " + ", ".join(f"{value:.3g} {key.replace('_', ' ')}" for key, value in usage["cost"].items() if value)
+
+
+def block(system, color=False):
+    """Yield the lines of one system's block."""
+    columns, trials = max(map(width, system["per_case"])), system["trials_per_case"]
+    fraction = max(6, 2 * len(str(trials)) + 1)
+    yield f"{system['system']['name']} ({system['system']['model']}), {system['cases']} cases x {trials} trials, " \
+          f"from {system['source']}"
+    yield from ("  " + line for line in headline(system))
+    yield "  " + padded("case", columns) + "  " + "passed".ljust(fraction) + "  95 % interval  trials (" \
+          + ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()) + ")"
+    for case_id, counts in system["per_case"].items():
+        passed = f"{counts['pass']}/{trials}"
+        yield f"  {padded(case_id, columns)}  {passed.ljust(fraction)}  {percent(counts['interval_95']):13}  " \
+              + (colored(counts["marks"]) if color else counts["marks"])
+    yield from ("  " + line for line in figures(system))
+
+
+def comparison_lines(compared):
+    """Yield the lines on one comparison."""
+    yield f"{compared['b']} ({compared['sources'][1]}) against {compared['a']} ({compared['sources'][0]})"
+    if "refused" in compared:
+        yield f"  not compared: {compared['refused']}"
+        return
+    yield f"  mean pass rate {compared['difference']:+.4f}; better on {compared['better']} cases, worse on " \
+          f"{compared['worse']}, equal on {compared['equal']}"
+    for key in ("on_these_cases", "on_cases_like_these"):
+        answer = compared[key]
+        yield f"  {answer['question']} p = {answer['p']:.3g} ({answer['method']})" \
+              + (f", 95 % interval {answer['interval_95'][0]:+.2f} to {answer['interval_95'][1]:+.2f}"
+                 if answer.get("interval_95") else "")
+    yield from (f"  note: {note}" for note in compared["notes"])
+
+
+def decision_line(decision):
+    """Return the line on one decision."""
+    value = "cannot be computed" if decision["value"] is None else f"{decision['value']:.4g}"
+    return f"{'met' if decision['met'] else 'NOT MET'}: {decision['rule']} for {decision['system']} " \
+           f"({decision['source']}): {value}" + (f", {decision['why']}" if decision["why"] else "") \
+           + (f"; cases behind it: {', '.join(decision['cases'])}" if decision["cases"] and not decision["met"] else "")
+
+
+def said(result):
+    """Return what a trial returned: its output as JSON, or the text that could not be used, or nothing."""
+    if result["error"] is None:
+        return json.dumps(result["output"], ensure_ascii=False)
+    return result["error"].get("text", "")
+
+
+def trial_lines(result):
+    """Yield the lines on one trial: its verdict and reason, and what it returned."""
+    yield f"  {result['case_id']}, trial {result['trial']} (seed {result['metadata'].get('seed', 'not known')}): " \
+          f"{outcome(result)}" + (f": {result['reason']}" if result["reason"] else "")
+    if said(result):
+        yield f"    {said(result)}"
+
+
+# --- to paste: Markdown -----------------------------------------------------------------------------------
+
+def md(text):
+    """Return a text that GitHub's Markdown shows as it is: each character that could be markup is an entity."""
+    return re.sub(r"[^A-Za-z0-9 .,\u0080-\uffff\U00010000-\U0010ffff]", lambda c: f"&#{ord(c[0])};", harness.printable(text))
+
+
+def markdown(report, failures):
+    """Yield the report as Markdown. `failures` yields each system's part with its failed and incomplete results."""
+    yield f"# {md(report['case_set']['name'])}\n\n"
+    for system in report["systems"]:
+        yield f"## {md(system['system']['name'])}\n\n{md(system['system']['model'])}, {system['cases']} cases x " \
+              f"{system['trials_per_case']} trials, from {md(system['source'])}\n\n"
+        yield "".join(f"- {md(line)}\n" for line in (*headline(system), *figures(system))) + "\n"
+        yield "| case | class | passed | 95 % interval | outcomes | trials |\n| --- | --- | --- | --- | --- | --- |\n"
+        for case_id, counts in system["per_case"].items():
+            words = ", ".join(f"{word} {count}" for word, count in counts["outcomes"].items())
+            marks = counts["marks"] if len(counts["marks"]) <= 100 else counts["marks"][:100] + "..."
+            yield f"| {md(case_id)} | {md(counts['class'])} | {counts['pass']}/{system['trials_per_case']} | " \
+                  f"{percent(counts['interval_95'])} | {md(words)} | <code>{md(marks)}</code> |\n"
+        yield "\n"
+    for title, lines in (("Comparisons", [line for one in report["comparisons"] for line in comparison_lines(one)]),
+                         ("Decisions", map(decision_line, report["decisions"]))):
+        if lines := "".join(f"- {md(line.strip())}\n" for line in lines):
+            yield f"## {title}\n\n{lines}\n"
+    for system, results in failures:
+        yield f"## Failed and incomplete trials of {md(system['system']['name'])} ({md(system['source'])})\n\n"
+        yield "| case | trial | outcome | reason | output or text |\n| --- | --- | --- | --- | --- |\n"
+        for result in results:
+            yield f"| {md(result['case_id'])} | {result['trial']} | {outcome(result)} | {md(result['reason'][:500])} | " \
+                  f"<code>{md(said(result)[:500])}</code> |\n"
+        yield "\n"
+
+
+# --- to look at: HTML -------------------------------------------------------------------------------------
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --faint: #d4d4d4; --soft: #f3f3f3; --link: #0a5c9c;
+  --pass: #0072b2; --fail: #d55e00; --incomplete: #f0e442; --band: .18; --curve-a: #0072b2; --curve-b: #b34a00; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ececec; --paper: #161616; --faint: #4a4a4a; --soft: #222;
+  --link: #7cc0f4; --pass: #56b4e9; --fail: #e8823a; --band: .25; --curve-a: #56b4e9; --curve-b: #f0a860; } }
+* { box-sizing: border-box; }
+body { margin: 0; font: 16px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); }
+main { max-width: 68rem; margin: 0 auto; padding: 1rem 1rem 12rem; }
+h1 { font-size: 1.5rem; margin: .2rem 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .3rem; } h3 { font-size: 1rem; margin: 1.3rem 0 .3rem; }
+p, ul { margin: .3rem 0; } .note { border-left: 4px solid var(--fail); padding-left: .6rem; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; } th, td { text-align: left; padding: .15rem .6rem .15rem 0;
+  vertical-align: top; } th { font-weight: 600; } tbody th { font-weight: 400; white-space: nowrap; } td.n { white-space: nowrap; }
+.list td, .list th { border-top: 1px solid var(--faint); } code { overflow-wrap: anywhere; white-space: pre-wrap; }
+.cells { display: flex; flex-wrap: wrap; gap: 2px; }
+.cells button { width: 1.55rem; height: 1.55rem; padding: 0; border: 1px solid var(--ink); border-radius: 3px; cursor: pointer;
+  font: 700 1rem/1 ui-monospace, monospace; color: var(--ink); background: var(--paper); }
+.cells .pass { background: var(--pass); color: #fff; } .cells .fail { background: var(--fail); color: #000; }
+.cells .incomplete { background: var(--incomplete); color: #000; } .cells .not-run { border-style: dashed; }
+@media (prefers-color-scheme: dark) { .cells .pass { color: #000; } }
+.cells button:focus-visible { outline: 3px solid var(--link); outline-offset: 1px; }
+.bar { display: flex; height: 1.3rem; width: 18rem; max-width: 60vw; border: 1px solid var(--ink); }
+.bar span { overflow: hidden; font: 700 .8rem/1.3rem ui-monospace, monospace; color: #000; padding-left: 2px; }
+.bar .pass { background: var(--pass); color: #fff; } .bar .fail { background: var(--fail); }
+.bar .incomplete { background: var(--incomplete); } .bar .not-run { background: var(--paper); color: var(--ink); }
+#shown { position: fixed; left: 0; right: 0; bottom: 0; max-height: 11rem; overflow: auto; margin: 0; padding: .6rem 1rem;
+  background: var(--soft); border-top: 2px solid var(--ink); font: 14px/1.4 ui-monospace, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
+svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
+.axis { stroke: var(--ink); fill: none; } .guide { stroke: var(--faint); } .dot { fill: var(--ink); }
+.at { stroke: var(--curve-a); fill: none; stroke-width: 2; } .power { stroke: var(--curve-b); fill: none; stroke-width: 2;
+  stroke-dasharray: 6 3; } .at-band { fill: var(--curve-a); opacity: var(--band); } .power-band { fill: var(--curve-b); opacity: var(--band); }
+@media (max-width: 40rem) { .grid thead { display: none; } .grid tr { display: block; padding: .3rem 0; border-top: 1px solid var(--faint); }
+  .grid th, .grid td { display: inline-block; } .grid td.c { display: block; } }
+@media print { #shown { display: none; } main { padding-bottom: 1rem; } .cells button, .bar span { background: none !important; color: #000 !important; }
+  .bar span { border-right: 1px solid #000; } .at, .power, .axis { stroke: #000; } .at-band, .power-band { fill: #000; } body { background: #fff; color: #000; } }
+"""
+SCRIPT = """
+const cells = JSON.parse(document.getElementById("cells").textContent), shown = document.getElementById("shown");
+const show = event => { const cell = event.target.closest("button[data-cell]");
+  if (cell) { shown.textContent = cells[cell.dataset.cell]; shown.hidden = false; } };
+for (const name of ["mouseover", "focusin", "click"]) document.addEventListener(name, show);
+document.addEventListener("keydown", event => { if (event.key === "Escape") shown.hidden = true; });
+"""
+
+
+def h(text):
+    """Return a text for HTML: every character that could be markup or a control is shown as itself."""
+    import html
+    return html.escape(harness.printable(str(text)))
+
+
+def page(report, cells, latencies, failures):
+    """Yield the report as one page that needs nothing from elsewhere.
+
+    `cells` maps (place of a system, case id, trial) to the text of a trial, or is None where there are too many;
+    `latencies` holds each system's, ascending; `failures` is as in `markdown`.
+    """
+    shown, numbers = [], {}
+    for key, text in (cells or {}).items():
+        numbers[key] = len(shown)
+        shown.append(text)
+    yield f"<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{h(report['case_set']['name'])}</title>\n" \
+          f"<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<style>{STYLE}</style></head><body><main>\n" \
+          f"<h1>{h(report['case_set']['name'])}</h1>\n<p>Each mark is one trial: " \
+          + ", ".join(f"<b>{h(mark)}</b> {verdict}" for verdict, mark in MARKS.items()) \
+          + (". Point at one, tap it or reach it with the Tab key to see what came back.</p>\n" if cells is not None else
+             f". There are more than {MOST_CELLS} trials, so a bar for each case stands in for its marks.</p>\n")
+    for place, system in enumerate(report["systems"]):
+        yield f"<section>\n<h2>{h(system['system']['name'])}</h2>\n" \
+              f"<p>{h(system['system']['model'])}, {system['cases']} cases x {system['trials_per_case']} trials, " \
+              f"from {h(system['source'])}</p>\n"
+        yield grid(place, system, numbers if cells is not None else None)
+        yield "".join(f"<p{' class=note' if line.startswith('note: ') else ''}>{h(line)}</p>\n" for line in headline(system))
+        yield curves_svg(system) + intervals_table(system) + latency_svg(latencies[place])
+        yield "<h3>Figures</h3>\n" + items(line for line in figures(system) if not re.match(r"k |pass|  ", line))
+        yield outcomes_table(system) + plan_table(system) + "</section>\n"
+    for title, lines in (("Comparisons", [line for one in report["comparisons"] for line in comparison_lines(one)]),
+                         ("Decisions", [decision_line(one) for one in report["decisions"]])):
+        yield f"<section><h2>{title}</h2>\n{items(lines)}</section>\n" if lines else ""
+    for system, results in failures:
+        yield f"<details><summary>Failed and incomplete trials of {h(system['system']['name'])} ({h(system['source'])})" \
+              "</summary>\n<div class=scroll><table class=list><thead><tr><th>case<th>trial<th>outcome<th>reason<th>output or " \
+              "text</tr></thead><tbody>\n"
+        for result in results:
+            yield f"<tr><th>{h(result['case_id'])}<td>{result['trial']}<td>{outcome(result)}<td>{h(result['reason'][:500])}" \
+                  f"<td><code>{h(said(result)[:500])}</code></tr>\n"
+        yield "</tbody></table></div></details>\n"
+    data = json.dumps(shown).replace("<", "\\u003c")
+    yield "</main>\n<p id=shown aria-live=polite hidden></p>\n" \
+          f"<script type=\"application/json\" id=cells>{data}</script>\n<script>{SCRIPT}</script>\n</body></html>\n"
+
+
+def items(lines):
+    """Return lines as an HTML list."""
+    return "<ul>" + "".join(f"<li>{h(line.strip())}</li>\n" for line in lines) + "</ul>\n"
+
+
+def grid(place, system, numbers):
+    """Return the grid: a row a case with a cell a trial, or with one bar where `numbers` is None."""
+    kinds = {mark: verdict.replace(" ", "-") for verdict, mark in MARKS.items()}
+    rows = []
+    for case_id, counts in system["per_case"].items():
+        if numbers is None:
+            shares = [(kinds[mark], mark, counts["marks"].count(mark)) for mark in kinds]
+            cells = "<div class=bar>" + "".join(
+                f"<span class={kind} style=\"width:{100 * count / len(counts['marks']):.3f}%\">{h(mark)}</span>"
+                for kind, mark, count in shares if count) + "</div>"
+        else:
+            cells = "<div class=cells>" + "".join(
+                f"<button class={kinds[mark]} data-cell={numbers[place, case_id, trial]} "
+                f"aria-label=\"{h(case_id)}, trial {trial}: {kinds[mark]}\">{h(mark)}</button>"
+                for trial, mark in enumerate(counts["marks"])) + "</div>"
+        rows.append(f"<tr><th scope=row>{h(case_id)}<td class=n>{counts['pass']}/{system['trials_per_case']}<td class=c>{cells}</tr>\n")
+    return "<table class=grid><thead><tr><th>case<th>passed<th>trials</tr></thead><tbody>\n" + "".join(rows) + "</tbody></table>\n"
+
+
+def curves_svg(system):
+    """Return pass@k and pass^k over k with their bands, as SVG."""
+    if system["curve"] is None:
+        return f"<p class=note>no pass@k and no pass^k: {system['not_run']} planned trials were not run</p>\n"
+    n = system["trials_per_case"]
+
+    def x(k):
+        return 40 + 480 * (k - 1) / max(n - 1, 1)
+
+    def y(value):
+        return 190 - 170 * value
+
+    def points(values):
+        return " ".join(f"{x(k):.1f},{y(value):.1f}" for k, value in values)
+    parts = [f"<line class=guide x1=40 x2=520 y1={y(v):.0f} y2={y(v):.0f} /><text x=8 y={y(v) + 4:.0f}>{v:.2f}</text>"
+             for v in (0, .25, .5, .75, 1)]
+    for name, kind, label in (("pass_at_k", "at", "pass@k"), ("pass_power_k", "power", "pass^k")):
+        band = [(k, system["curve_interval_95"][str(k)][name]) for k in range(1, n + 1)]
+        if band[0][1]:
+            around = points([(k, ends[1]) for k, ends in band] + [(k, ends[0]) for k, ends in reversed(band)])
+            parts.append(f"<polygon class={kind}-band points=\"{around}\" />")
+        line = points([(k, system["curve"][str(k)][name]) for k in range(1, n + 1)])
+        parts.append(f"<polyline class={kind} points=\"{line}\" />"
+                     f"<text x=526 y={y(system['curve'][str(n)][name]) + 4:.0f}>{label}</text>")
+    ticks = sorted({1, n} | {k for k in SHOWN_K if k < n * 0.93})
+    parts += [f"<text x={x(k):.0f} y=208 text-anchor=middle>{k}</text>" for k in ticks]
+    return "<h3>pass@k and pass^k, with 95 % bands over cases</h3>\n<svg role=img viewBox=\"0 0 580 224\" width=580 " \
+           f"aria-label=\"pass@k and pass^k for k from 1 to {n}\">{''.join(parts)}<text x=280 y=222 text-anchor=middle>k</text></svg>\n"
+
+
+def intervals_table(system):
+    """Return each case's pass rate with its interval, drawn and in figures."""
+    rows = []
+    for case_id, counts in system["per_case"].items():
+        low, high = counts["interval_95"] or (0, 0)
+        drawn = f"<line class=axis x1={5 + 200 * low:.1f} x2={5 + 200 * high:.1f} y1=9 y2=9 /><circle class=dot r=4 cy=9 " \
+                f"cx={5 + 200 * counts['pass_rate']:.1f} />" if counts["interval_95"] else ""
+        rows.append(f"<tr><th scope=row>{h(case_id)}{' (critical)' if counts['critical'] else ''}<td>{h(counts['class'])}<td class=n>"
+                    f"{'not run' if counts['pass_rate'] is None else counts['pass_rate']}<td><svg viewBox=\"0 0 210 18\" width=210 "
+                    f"aria-hidden=true><line class=guide x1=5 x2=205 y1=9 y2=9 />{drawn}</svg><td class=n>"
+                    f"{percent(counts['interval_95'])}<td class=n>{counts['distinct_outputs']}</tr>\n")
+    return "<h3>Cases</h3>\n<div class=scroll><table class=list><thead><tr><th>case<th>class<th>pass rate<th>0 to 1<th>95 % interval" \
+           "<th>distinct outputs</tr></thead><tbody>\n" + "".join(rows) + "</tbody></table></div>\n"
+
+
+def latency_svg(ordered):
+    """Return the latencies as a strip of ticks, of at most 400 of them evenly spaced by rank."""
+    if not ordered:
+        return ""
+    some, longest = ordered[::max(1, len(ordered) // 400)], ordered[-1] or 1e-9
+    marks = "".join(f"<line class=axis x1={10 + 500 * value / longest:.1f} x2={10 + 500 * value / longest:.1f} y1=6 y2=24 />"
+                    for value in (*some, ordered[-1]))
+    return "<h3>Latency of each answer</h3>\n<svg role=img aria-label=\"latencies\" viewBox=\"0 0 580 44\" width=580><line class=guide x1=10 x2=510 y1=24 " \
+           f"y2=24 />{marks}<text x=10 y=40>0</text><text x=510 y=40 text-anchor=end>{longest:.3g} s</text></svg>\n"
+
+
+def outcomes_table(system):
+    """Return the outcomes over all cases, by class and over the critical ones."""
+    groups = {"all cases": system["outcomes"]["all"], **system["outcomes"]["by_class"]}
+    if system["outcomes"]["critical"]:
+        groups["critical cases"] = system["outcomes"]["critical"]
+    rows = "".join(f"<tr><th scope=row>{h(name)}<td>" + h(", ".join(f"{word} {count}" for word, count in counts.items()))
+                   + "</tr>\n" for name, counts in groups.items())
+    return f"<h3>Outcomes</h3>\n<table class=list><tbody>\n{rows}</tbody></table>\n"
+
+
+def plan_table(system):
+    """Return what was frozen: who was asked what and how, on which machine."""
+    identity, rows = system["system"], []
+    facts = [("model", identity["model"]), ("prompt", f"{identity['prompt'].get('name')} {identity['prompt'].get('sha256')}")]
+    facts += [(f"sampling: {key}", json.dumps(value)) for key, value in identity["sampling"].items()]
+    facts += [("task", f"{system['task']['name']} {system['task']['sha256']}"), ("case set", system["case_set_sha256"]),
+              ("recording", system["recording_sha256"]), ("run", system["run_id"])]
+    for session in system["sessions"]:
+        machine = ", ".join(str(value) for value in session["environment"].values() if value)
+        facts.append(("session", f"{session.get('started_at') or session.get('resumed_at')}: {session['server'] or 'no server'}, "
+                                 f"{session['workers']} workers, {machine}"))
+    rows = "".join(f"<tr><th scope=row>{h(name)}<td><code>{h(value)}</code></tr>\n" for name, value in facts)
+    return f"<h3>The frozen plan</h3>\n<div class=scroll><table class=list><tbody>\n{rows}</tbody></table></div>\n"
 
 
 # --- command line -----------------------------------------------------------------------------------------
 
-def logs_in_runs(case_set):
-    """Return (the logs directly in runs/, those of another case set left out with a word)."""
+def logs_in_runs(case_set, regrade):
+    """Return the logs directly in runs/; those of another case set are left out with a word."""
     found = sorted((harness.HERE / "runs").glob("*.jsonl"))
     if not found:
         raise RunError(f"there is no trial log in {harness.HERE / 'runs'}; run `python3 bench.py` first, or name one")
-    kept = [path for path in found if bench.TrialLog(path).header["case_set_sha256"] == case_set["sha256"]]
+    key = "inputs_sha256" if regrade else "case_set_sha256"
+    kept = [path for path in found if bench.TrialLog(path).header[key] == case_set[key.removeprefix("case_set_")]]
     for path in sorted(set(found) - set(kept)):
-        print(f"left out: {path.name}, since it is of another case set than {case_set['file']}")
+        print(harness.printable(f"left out: {path.name}, since it is of another case set than {case_set['file']}"))
     if not kept:
         raise RunError(f"no trial log in {harness.HERE / 'runs'} is of case set {case_set['file']}")
     return kept
 
 
-def main(argv=None):
+def parser():
+    """Return the command line's parser."""
     parser = argparse.ArgumentParser(description="Report what trial logs and run records show.")
     parser.add_argument("inputs", nargs="*", type=harness.file_name, metavar="INPUT",
                         help="trial logs (.jsonl) and run records (.json); default: every log in runs/")
     parser.add_argument("--out", type=harness.output_file, default=str(harness.HERE / "runs" / "report.json"),
                         metavar="F", help="where the report goes (default: runs/report.json beside the scripts)")
+    parser.add_argument("--markdown", type=harness.output_file, metavar="F", help="write the report as Markdown, to paste")
+    parser.add_argument("--html", type=harness.output_file, metavar="F", help="write the report as a page, to look at")
+    parser.add_argument("--failures", action="store_true", help="print each failed or incomplete trial")
+    parser.add_argument("--case", metavar="ID", help="print one case whole")
+    parser.add_argument("--require", type=rule, action="append", default=[], metavar="RULE",
+                        help="such as 'pass^3>=0.8'; exit 3 where it is not met (repeatable)")
+    parser.add_argument("--lower-bound", action="store_true", help="test the interval's lower end in place of pass@K and pass^K")
+    parser.add_argument("--baseline", type=harness.file_name, metavar="REPORT", help="exit 3 where a system is worse than in it")
+    parser.add_argument("--price-in", type=harness.number_from(0, float), metavar="P", help="price of a million input tokens")
+    parser.add_argument("--price-out", type=harness.number_from(0, float), metavar="P", help="price of a million output tokens")
     harness.add_benchmark_options(parser)
-    args = parser.parse_args(argv)
+    bench.add_regrade_option(parser)
+    return parser
+
+
+def print_trials(report, results_of, args, case_set):
+    """Print the trials that --failures or --case asks for."""
+    if args.case:
+        asked = next((case for case in case_set["cases"] if case["id"] == args.case and case["split"] != "held-out"), None)
+        if asked is None:
+            raise RunError(f"{case_set['file']} has no development case {args.case!r}")
+        print(harness.printable(json.dumps(asked, ensure_ascii=False)))
+    for place, system in enumerate(report["systems"]):
+        print(harness.printable(f"{system['system']['name']}, from {system['source']}"))
+        for result in results_of(place):
+            if result["case_id"] == args.case or not args.case and result["verdict"] != "pass":
+                for line in trial_lines(result):
+                    print(harness.printable(line))
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
     task = harness.load_task(args.task)
     case_set = harness.load_cases(args.cases, task)
-    systems = []
-    for path in args.inputs or logs_in_runs(case_set):
-        is_log = str(path).endswith(".jsonl")
-        manifest, results = from_log(path, case_set, task) if is_log else from_run_record(path, case_set)
-        systems.append(summarize(Path(path).name, manifest, results, case_set))
+    baseline = args.baseline and harness.read_json(args.baseline)
+    inputs, systems, latencies = args.inputs or logs_in_runs(case_set, args.regrade), [], []
+    outputs = [path for path in (args.out, args.markdown, args.html) if path]
+    harness.refuse_inputs(outputs, [*inputs, args.baseline, args.cases])
+    for path in inputs:
+        system, ordered = summarize(Path(path).name, *read(path, case_set, task, args.regrade), case_set,
+                                    (args.price_in, args.price_out))
+        systems.append({"case_set_sha256": case_set["sha256"]} | system)
+        latencies.append(ordered)
     report = {"report_version": REPORT_VERSION, "case_set": {key: case_set[key] for key in ("name", "sha256", "inputs_sha256")},
-              "systems": systems}
-    if any(os.path.exists(args.out) and os.path.samefile(args.out, path) for path in args.inputs):
-        raise RunError(f"{args.out} is an input; name another --out")
+              "systems": systems, "comparisons": [compare(a, b) for i, a in enumerate(systems) for b in systems[i + 1:]],
+              "decisions": [decide(wanted, system, args.lower_bound) for wanted in args.require for system in systems]
+              + [against_baseline(system, baseline, args.baseline) for system in systems if args.baseline]}
+
+    def results_of(place):
+        return read(inputs[place], case_set, task, args.regrade)[1]
+
+    def failures():
+        return ((system, (result for result in results_of(place) if result["verdict"] != "pass"))
+                for place, system in enumerate(systems))
     harness.write(args.out, [json.dumps(report, ensure_ascii=False, allow_nan=False, indent=1), "\n"])
-    for system in systems:
-        print("\n".join(map(harness.printable, block(system))), end="\n\n")
-    print(f"written: {args.out}")
-    return 0
+    if args.markdown:
+        harness.write(args.markdown, markdown(report, failures()))
+    if args.html:
+        few = sum(system["cases"] * system["trials_per_case"] for system in systems) <= MOST_CELLS
+        cells = {(place, result["case_id"], result["trial"]): "\n".join(line.strip() for line in trial_lines(result))
+                 for place in range(len(systems)) for result in results_of(place)} if few else None
+        harness.write(args.html, page(report, cells, latencies, failures() if few else ()))
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    if args.failures or args.case:
+        print_trials(report, results_of, args, case_set)
+    else:
+        for system in systems:
+            for line in block(system, color):
+                print(line if color and "\x1b" in line else harness.printable(line))
+            print()
+        for one in report["comparisons"]:
+            print("\n".join(map(harness.printable, comparison_lines(one))), end="\n\n")
+    for decision in report["decisions"]:
+        print(harness.printable(decision_line(decision)))
+    for path in outputs:
+        print(f"written: {path}")
+    return 0 if all(decision["met"] for decision in report["decisions"]) else 3
 
 
 if __name__ == "__main__":

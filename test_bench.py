@@ -1,6 +1,8 @@
 """The tests: python3 -m unittest. No model, no network beyond this machine, nothing left behind."""
 import contextlib
 import gzip
+import html
+import html.parser
 import hashlib
 import http.server
 import io
@@ -120,25 +122,32 @@ class BenchTest(unittest.TestCase):
     def bench(self, *args, system="systems:quick", **kwargs):
         return self.run_script("bench.py", "--system", system, "--log", self.log, *args, **kwargs)
 
-    def refused_inside(self, module, *args):
-        """As `refused`, by the script's own main in this process: for long tables of bad input."""
+    def inside(self, module, *args, status=0):
+        """As `run_script`, by the script's own main in this process: for long tables of input."""
         out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
         signals = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, *HANGUP)]
         before = os.getcwd()
         os.chdir(self.folder)
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                status = harness.run_command(lambda: module.main([str(arg) for arg in args]))
+                returned = harness.run_command(lambda: module.main([str(arg) for arg in args]))
+        except SystemExit as exit:    # argparse
+            returned = exit.code
         finally:
             os.chdir(before)
             for number, handler in signals:
                 signal.signal(number, handler)
             for stream in (out, err):
                 stream.flush()
-        said = err.buffer.getvalue().decode("utf-8")
-        self.assertEqual(status, 1, said)
-        self.assertRegex(said, r"\Aerror: [^\n]+\n\Z")
-        return said
+        out, err = (stream.buffer.getvalue().decode("utf-8") for stream in (out, err))
+        self.assertEqual(returned, status, out + err)
+        return out, err
+
+    def refused_inside(self, module, *args):
+        """As `refused`, in this process."""
+        out, err = self.inside(module, *args, status=1)
+        self.assertRegex(err, r"\Aerror: [^\n]+\n\Z")
+        return err
 
     def refused(self, script, *args, status=1, **kwargs):
         """Run a script that must fail with one line `error: ...`; return that line."""
@@ -147,8 +156,8 @@ class BenchTest(unittest.TestCase):
         return err
 
     def report(self, *args, **kwargs):
-        """Run report.py; return (report.json's value, stdout)."""
-        out, _ = self.run_script("report.py", *(args or [self.log]), "--out", self.folder / "report.json", **kwargs)
+        """Run report.py's main in this process; return (report.json's value, stdout)."""
+        out, _ = self.inside(report, *(args or [self.log]), "--out", self.folder / "report.json", **kwargs)
         return json.loads((self.folder / "report.json").read_text(encoding="utf-8")), out
 
     def rows(self):
@@ -190,7 +199,7 @@ class MainJob(BenchTest):
         self.assertEqual(sum(system["verdicts"].values()), 90)
         self.assertEqual(list(system["per_case"]), DEVELOPMENT)
         for case_id, counts in system["per_case"].items():
-            self.assertRegex(out, rf"(?m)^  {case_id} +{counts['pass']}/10 +[+x!.]{{10}}$")
+            self.assertRegex(out, rf"(?m)^  {case_id} +{counts['pass']}/10 +\d\.\d\d to \d\.\d\d +[+x!.]{{10}}$")
         self.assertRegex(out, r"flaky: \w")
         self.assertRegex(out, r"(?m)^  pass@k( +\d\.\d{4})+$")
         self.assertRegex(out, r"(?m)^  pass\^k( +\d\.\d{4})+$")
@@ -299,16 +308,19 @@ class StopAndResume(BenchTest):
         self.run_script("harness.py", "run", "--recording", self.folder / "recording.json", "--out", self.folder / "r.json")
         from_log, from_record = self.report(self.log)[0], self.report(self.folder / "r.json")[0]
         for written in (from_log, from_record):
-            del written["systems"][0]["source"]
+            del written["systems"][0]["source"], written["systems"][0]["wall_s"]    # a recording has no times of day
         self.assertEqual(from_log, from_record)
 
     def test_nothing_changes_when_trials_come_in_another_order(self):
         self.bench(system="model_triage:embedded")
         first = self.report()[0]
+        del first["systems"][0]["wall_s"]
         header, *lines = self.log.read_bytes().splitlines(keepends=True)
         random.Random(7).shuffle(lines)
         self.log.write_bytes(header + b"".join(lines))
-        self.assertEqual(self.report()[0], first)
+        again = self.report()[0]
+        del again["systems"][0]["wall_s"]
+        self.assertEqual(again, first)
 
     def test_resume_under_another_python_or_server_is_allowed_and_the_report_names_what_it_mixes(self):
         (self.folder / "script.txt").write_text("ok")
@@ -401,6 +413,18 @@ class Refusals(BenchTest):
         self.assertIn("SyntaxError", self.refused("bench.py", "--system", "wrong:x"))
         self.assertIn("CHECKS", self.refused("bench.py", "--task", "systems"))
 
+    def test_absent_option_is_not_a_null_one(self):
+        (self.folder / "nulls.py").write_text(SYSTEMS + """
+a, b = Quick(), Quick()
+a.sampling, b.sampling = {"stop": None}, {}
+""")
+        self.bench("--trials", 1, system="nulls:a")
+        self.assertIn("system.sampling.stop (only there)", self.refused_log("--trials", 1, system="nulls:b"))
+
+    def test_factory_that_fails_is_one_line(self):
+        (self.folder / "failing.py").write_text("def make(model): raise ValueError('no ' + model)\n")
+        self.assertIn("ValueError: no x", self.refused("bench.py", "--system", "failing:make=x"))
+
     def test_options_that_a_fixed_system_does_not_take(self):
         self.assertIn("takes no --temperature",
                       self.refused("bench.py", "--system", "model_triage:gemma", "--temperature", "0"))
@@ -423,9 +447,10 @@ class Refusals(BenchTest):
     def test_bad_usage_is_argparses_exit_2(self):
         for args in (["--trials", "0"], ["--trials", "x"], ["--budget-s", "-1"], ["--budget-s", "nan"],
                      ["--patience-s", "-1"], ["--workers", "0"], ["--max-tokens", "0"], ["--temperature", "-1"],
-                     ["--extra-body", "[]"], ["--extra-body", "{"], ["--format", "xml"], ["--convert", "x.jsonl"], ["--log", ""]):
+                     ["--extra-body", "[]"], ["--extra-body", "{"], ["--format", "xml"], ["--convert", "x.jsonl"], ["--log", ""], ["--request-delay-s", "1e10"],
+                     ["--trials", "9" * 400], ["--budget-s", "inf"]):
             with self.subTest(args):
-                _, err = self.run_script("bench.py", *args, status=2)
+                _, err = self.inside(bench, *args, status=2)
                 self.assertIn("usage:", err)
 
     def test_output_never_goes_over_a_trial_log_or_an_input(self):
@@ -436,6 +461,18 @@ class Refusals(BenchTest):
         self.run_script("bench.py", "--log", self.log, "--convert", self.folder / "recording.json")
         self.run_script("harness.py", "run", "--recording", self.folder / "recording.json", "--out", renamed)
         self.assertIn("is an input", self.refused("report.py", renamed, "--out", renamed))
+        plain, link = self.folder / "plain.log", self.folder / "link.json"
+        shutil.copy(self.log, plain)
+        link.symlink_to(self.log)
+        before = self.log.read_bytes(), renamed.read_bytes()
+        self.assertIn("is an input", self.refused("bench.py", "--log", plain, "--convert", plain))
+        self.run_script("bench.py", "--log", plain, "--convert", link, status=2)
+        cases = self.cases_file(case())
+        for script, args in (("report.py", [self.log, "--out", cases]), ("bench.py", ["--log", self.log, "--convert", cases])):
+            self.assertIn("is an input", self.refused(script, *args, "--cases", cases))
+        recording = self.folder / "recording.json"
+        self.assertIn("is an input", self.refused("harness.py", "run", "--recording", recording, "--out", recording))
+        self.assertEqual((self.log.read_bytes(), renamed.read_bytes()), before)
 
     def test_report_leaves_out_logs_of_another_case_set_and_says_which(self):
         folder = self.project()
@@ -582,13 +619,21 @@ class Grading(BenchTest):
         self.run_script("bench.py", "--log", self.log, "--cases", cases, "--convert", self.folder / "r.json")
         for script, args in (("report.py", [self.log]),
                              ("harness.py", ["run", "--recording", self.folder / "r.json", "--out", self.folder / "o.json"])):
-            error = self.refused(script, *args, "--task", "bad_task", "--cases", cases)
+            regrade = ["--regrade"] if script == "report.py" else []
+            error = self.refused(script, *args, "--task", "bad_task", "--cases", cases, *regrade)
             self.assertIn("check exploding, case one, trial 0", error)
 
     def test_check_proves_that_junk_never_passes(self):
         out, _ = self.run_script("harness.py", "check")
         self.assertRegex(out, r"\Acases.json: 16 cases \(9 development, 7 held-out\); every expected answer passes, "
                               r"and each of \d+ junk outputs is refused\n\Z")
+
+    def test_task_of_another_name_is_refused_and_named_unless_regraded(self):
+        (self.folder / "mine.py").write_text((HERE / "triage_task.py").read_text())
+        self.bench("--trials", 1, "--task", "mine")
+        self.assertIn("name it with --task mine", self.refused("report.py", self.log, "--out", "r.json"))
+        self.report(self.log, "--task", "mine")
+        self.report(self.log, "--regrade")
 
     def test_check_finds_a_task_that_lets_junk_pass(self):
         (self.folder / "lax_task.py").write_text("CHECKS = (('any', lambda case, output: None),)\n")
@@ -647,12 +692,12 @@ class Grading(BenchTest):
 class Numbers(BenchTest):
 
     def test_ten_trials_with_seven_passes(self):
-        curve = report.curve(10, [7])
+        curve, _ = report.curve(10, [7])
         self.assertEqual(curve["1"], {"pass_at_k": 0.7, "pass_power_k": 0.7})
         self.assertEqual(curve["3"], {"pass_at_k": 0.9917, "pass_power_k": 0.2917})
 
     def test_nine_cases(self):
-        curve = report.curve(10, [10, 10, 7, 2, 10, 10, 10, 10, 8])
+        curve, _ = report.curve(10, [10, 10, 7, 2, 10, 10, 10, 10, 8])
         ks = ("1", "2", "3", "5", "9", "10")
         self.assertEqual([curve[k]["pass_at_k"] for k in ks], [0.8556, 0.921, 0.9472, 0.9753, 1.0, 1.0])
         self.assertEqual([curve[k]["pass_power_k"] for k in ks], [0.8556, 0.7901, 0.7509, 0.7006, 0.6667, 0.6667])
@@ -686,8 +731,9 @@ class Numbers(BenchTest):
         (self.folder / "script.txt").write_text("ok ok ok Strange ok")
         self.bench("--trials", 5, "--cases", self.cases_file(case()), system="systems:scripted")
         system = self.report(self.log, "--cases", self.folder / "cases.json")[0]["systems"][0]
-        self.assertEqual(system["per_case"]["one"], {"class": "billing", "pass": 4, "fail": 0, "incomplete": 1,
-                                                     "not_run": 0, "marks": "+++!+"})
+        counts = system["per_case"]["one"]
+        self.assertEqual([counts[key] for key in ("class", "pass", "fail", "incomplete", "not_run", "marks", "pass_rate")],
+                         ["billing", 4, 0, 1, 0, "+++!+", 0.8])
         self.assertEqual(system["curve"]["1"]["pass_at_k"], 0.8)
         self.assertEqual(system["incomplete_by_error"], {"Strange": 1})
         self.assertEqual(system["flaky_cases"], ["one"])
@@ -722,9 +768,9 @@ LOGGED_AS_THEY_ARE = ["a\\u2028b\\u2029\\u0085\\x1c\\x1d\\x1e\\x0b\\x0c\\r\\n", 
                       "x" * 3_000_000, -0.0, 1e308, 10 ** 4000, [[[]]], {"": {"a": [None, True, 1.5]}}, None, ""]
 ODD = r'''[
     "a\u2028b\u2029\u0085\x1c\x1d\x1e\x0b\x0c\r\n", "\ud800 alone \udfff", "\x00\x01\x7f", "\U0001f600 \u4e2d\u6587 \xe9",
-    "x" * 3_000_000, -0.0, 1e308, 10 ** 4000, eval("[" * 50 + "]" * 50), {"": {"a": [None, True, 1.5]}}, None, "",
+    "x" * 3_000_000, -0.0, 1e308, 10 ** 4000, json.loads("[" * 500 + "]" * 500), {"": {"a": [None, True, 1.5]}}, None, "",
     float("nan"), float("inf"), {1, 2}, 10 ** 5000, "\ud83d\ude00"[:1] + "\ude00", (1, 2), {1: 2}, b"bytes", object(),
-    (lambda f, n: f(f, n))(lambda f, n: [f(f, n - 1)] if n else [], 900), {"a": {"b": -float("inf")}}]'''
+    (lambda f, n: f(f, n))(lambda f, n: [f(f, n - 1)] if n else [], 600), {"a": {"b": -float("inf")}}]'''
 ODD_LOGGED = 12
 
 
@@ -755,6 +801,29 @@ class AnyBytes(BenchTest):
         self.assertEqual(system["recording_sha256"],
                          self.report(self.log, "--cases", cases)[0]["systems"][0]["recording_sha256"])
 
+    def test_odd_exceptions_keep_their_own_name(self):
+        (self.folder / "raising.py").write_text(SYSTEMS + r"""
+class Mute(Exception):
+    def __str__(self): raise RuntimeError
+class Sealed(Exception):
+    def __setattr__(self, name, value): raise AttributeError
+def halves(): return ValueError("\ud83d" + "\ude00")
+def with_metadata(metadata):
+    error = KeyError("m"); error.metadata = metadata; return error
+def make(trial):
+    return [Mute(), Sealed("s"), halves(), with_metadata("x"), with_metadata({"a": {1}}), with_metadata({"a": 1})][trial]
+def respond(case, trial): raise make(trial)
+quick.respond = respond
+""")
+        self.bench("--trials", 6, "--cases", self.cases_file(case()), system="raising:quick")
+        rows = self.rows()
+        self.assertEqual([row["error"]["types"][0] for row in rows],
+                         ["Mute", "Sealed", "ValueError", "KeyError", "KeyError", "KeyError"])
+        self.assertEqual([row["error"]["message"] for row in rows[:3]],
+                         ["(a message that cannot be shown)", "s", "\U0001f600"])
+        self.assertEqual([row["metadata"].get("a") for row in rows], [None] * 5 + [1])
+        self.assertEqual([row["metadata"]["seed"] for row in rows], list(range(1000, 1006)))
+
     def test_every_line_is_json_by_the_rfc_in_utf8(self):
         (self.folder / "odd.py").write_text(ODD)
         self.bench("--cases", self.cases_file(case()), "--trials", len(eval(ODD)), system="systems:odd")
@@ -765,11 +834,11 @@ class AnyBytes(BenchTest):
             self.assertIsInstance(json.loads(line.decode("utf-8"), parse_constant=not_json), dict)
 
     def test_text_of_a_model_counts_as_json_by_the_rfc_alone(self):
-        for text in ("NaN", "[Infinity]", "-Infinity", "1e999", "1" * 5000, "[" * 100_000, "[" * 5000 + "]" * 5000, "", "{'a': 1}",
+        for text in ("NaN", "[Infinity]", "-Infinity", "1e999", "1" * 5000, "[" * 100_000, "[" * 501 + "]" * 501, "", "{'a': 1}",
                      "\ufeff{}", "01", "{}x", '"\x01"', "{} {}"):
             with self.subTest(text[:20]), self.assertRaises(json.JSONDecodeError):
                 harness.parse_json(text)
-        for text in ("null", "  {}\r\n", '"\\ud800"', "[" * 199 + "]" * 199, "1e308", "-0"):
+        for text in ("null", "  {}\r\n", '"\\ud800"', "[" * 500 + "]" * 500, "1e308", "-0"):
             harness.parse_json(text)
 
 
@@ -961,6 +1030,12 @@ class Interrupts(BenchTest):
         self.assertEqual((process.returncode, err),
                          (1, f"error: {self.log} was deleted while the run wrote to it; its trials are lost\n"))
 
+    def test_system_that_exits_has_not_answered(self):
+        (self.folder / "exits.py").write_text(SYSTEMS + "\nimport sys\nQuick.output = lambda self, case, trial: sys.exit(0)\n")
+        out, _ = self.bench("--trials", 1, "--cases", self.cases_file(case()), system="exits:quick")
+        self.assertIn("ran 1, not run 0", out)
+        self.assertEqual(self.rows()[0]["error"]["types"], ["SystemExit"])
+
     def test_signal_that_is_ignored_stays_ignored(self):
         returned, out, _ = self.interrupted(signal.SIGHUP, "--trials", 1, env={"SLOW_S": "0.02"},
                                             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
@@ -1110,6 +1185,34 @@ class Outages(BenchTest):
         self.assertEqual(out, "quick: planned 10, already logged 0, ran 0, not run 10\n")
         self.assertEqual(err, "error: the server is away\n")
         self.assertEqual(self.rows(), [])
+
+    def test_patience_begins_with_the_first_failure(self):
+        def pause(seconds):
+            paused.append(seconds)
+            return True
+        paused, answers = [], iter([harness.Busy("b"), "answer"])
+
+        def ask():
+            time.sleep(0.2)    # longer than the patience
+            if isinstance(answer := next(answers), Exception):
+                raise answer
+            return answer
+        self.assertEqual(bench.patiently(ask, harness.Busy, 0.1, pause)[0], "answer")
+        self.assertEqual(len(paused), 1)
+
+    def test_metadata_of_the_system_is_left_alone(self):
+        (self.folder / "shared.py").write_text(SYSTEMS + """
+shared = {"session": "mine"}
+class Once(Scripted):
+    def output(self, case, trial):
+        return super().output(case, trial)
+    def respond(self, case, trial):
+        return harness.Answer(self.output(case, trial), shared)
+once = Once()
+""")
+        (self.folder / "script.txt").write_text("ok busy:0 ok")
+        self.bench("--trials", 3, "--cases", self.cases_file(case()), system="shared:once")
+        self.assertEqual([row["metadata"] for row in self.rows()][::2], [{"session": "mine"}] * 2)
 
     def test_outage_is_waited_out_and_shows_in_the_trials_metadata(self):
         out, _ = self.scripted("ok away ok", "--trials", 3)
@@ -1350,7 +1453,8 @@ class OllamaServers(ServerTest):
         server = self.serve_ollama("chat-gemma3-warm-same-seed")
         self.bench("--trials", 1, "--endpoint", server.url, system="model_triage:ollama=gemma3:270m")
         posts = [request["body"] for request in server.requests if request["method"] == "POST"]
-        self.assertEqual(posts[0], {"model": "gemma3:270m", "messages": [], "stream": False})
+        self.assertEqual(posts[0], {"model": "gemma3:270m", "messages": [], "stream": False,
+                                    "options": {"temperature": 1.0, "num_predict": 64, "seed": 1000}})
         self.assertEqual(len(posts), 8)
         self.log.unlink()
         server.requests.clear()
@@ -1373,7 +1477,7 @@ class OllamaServers(ServerTest):
                                            **{"/api/tags": (200, "application/json", json.dumps(tags))})
                 error = self.refused("bench.py", "--log", self.log, "--endpoint", server.url,
                                      "--system", f"model_triage:{name}")
-                self.assertIn(f"ffffffffffff, not the pinned {digest}", error)
+                self.assertIn(f"ffffffffffff, not {digest}", error)
                 self.assertFalse(self.log.exists())
 
     def test_names_of_the_pinned_systems(self):
@@ -1407,7 +1511,7 @@ class OllamaServers(ServerTest):
 
     def test_every_answer_that_was_seen_has_its_name(self):
         for exchange, kind, said in (
-                ("chat-gemma3-num-predict-3", "TruncatedReply", "64 tokens"),
+                ("chat-gemma3-num-predict-3", "TruncatedReply", "token limit"),
                 ("unknown-model-chat", "NotFound", "model 'nope:1b' not found"),
                 ("think-true-on-nonthinking", "BadRequest", '"gemma3:270m" does not support thinking'),
                 ("format-schema-bad-pattern", "BadRequest", "JSON schema conversion failed"),
@@ -1415,7 +1519,7 @@ class OllamaServers(ServerTest):
                 ("wrong-type-option-string", "ServerError", "must be of type float32"),
                 ("malformed-json", "BadRequest", "unexpected EOF"),
                 ("wrong-path", "NotFound", "404 page not found"),
-                ("bad-host-header", "Unavailable", "answered 403"),
+                ("bad-host-header", "Denied", "answered 403"),
                 ("context-overflow-truncate-false", "BadRequest", "exceeds the available context size (4096 tokens)"),
                 ("token-repeat-guard-nonstream-200-done-false", "UnfinishedReply", "without finishing"),
                 ("runner-SIGKILL-mid-generation-nonstream", "ServerError", "unexpected EOF"),
@@ -1480,7 +1584,7 @@ class OpenAIServers(ServerTest):
 
     def test_every_answer_of_ollamas_v1_that_was_seen_has_its_name(self):
         for exchange, kind, said in (
-                ("v1-chat-max-tokens-3", "TruncatedReply", "64 tokens"),
+                ("v1-chat-max-tokens-3", "TruncatedReply", "token limit"),
                 ("v1-unknown-model", "NotFound", "model 'nope:1b' not found"),
                 ("v1-bad-schema", "BadRequest", "Unrecognized schema"),
                 ("v1-missing-model", "BadRequest", "model is required"),
@@ -1516,7 +1620,7 @@ class OpenAIServers(ServerTest):
                 ("MalformedReply", lambda handler: handler.wfile.write(b"SSH-2.0-x\r\n\r\n") and handler.connection.close()),
                 ("ServerError", (500, "text/plain", "")), ("ServerError", (599, "text/plain", "x")),
                 ("BadRequest", (400, "text/plain", "bad")), ("BadRequest", (422, "application/json", '{"detail": "bad"}')),
-                ("Unavailable", (401, "text/plain", "")), ("Unavailable", (403, "text/plain", "")),
+                ("Denied", (401, "text/plain", "")), ("Denied", (403, "text/plain", "")),
                 ("NotFound", (404, "text/plain", "")), ("Busy", (429, "text/plain", "")), ("Busy", (503, "text/plain", "")),
                 ("ConnectionCut", None)):
             with self.subTest((kind, str(answer)[:40])):
@@ -1560,6 +1664,33 @@ class OpenAIServers(ServerTest):
                          ["a\u2028\x85\x1c", "\ud800", "\x00", "JSONDecodeError", "JSONDecodeError", "JSONDecodeError",
                           "x" * 2_000_000, "JSONDecodeError", None, "\u2028\x85中"])
         self.report(self.log, "--cases", cases)
+
+    def test_usable_answer_is_not_thrown_away_for_bad_side_data(self):
+        body = json.loads(chat()[2])
+        for changes in ({"usage": [1]}, {"usage": None}, {"timings": {"prompt_ms": None}}, {"timings": 3}, {"model": []},
+                        {"system_fingerprint": {}}, {"usage": {"prompt_tokens": "9"}}, {"timings": {"prompt_ms": 10 ** 400}}):
+            answer = self.openai_error((200, "application/json", json.dumps(body | changes)))
+            self.assertEqual(answer.output, {"category": "billing", "needs_human": True}, changes)
+        parts = [{"type": "text", "text": '{"category": "billing", '}, {"type": "text", "text": '"needs_human": true}'}]
+        self.assertEqual(self.openai_error(chat(parts, refusal=False)).output["category"], "billing")
+
+    def test_sign_of_life_is_any_answer_but_a_gateways(self):
+        for answer, alive in ((MODELS, True), ((404, "text/plain", ""), True), ((401, "text/plain", ""), True),
+                              ((500, "text/plain", ""), True), ((503, "text/plain", ""), True), ((200, "text/plain", "x"), True),
+                              ((502, "text/plain", ""), False), ((504, "text/plain", ""), False), (None, False)):
+            server = self.serve(lambda request: answer)
+            system = model_triage.openai("m", endpoint=server.url)
+            self.assertEqual(system.alive(), alive, answer)
+            system.close()
+        server.shutdown()
+        server.server_close()
+        self.assertFalse(model_triage.openai("m", endpoint=server.url).alive())
+
+    def test_max_tokens_can_be_taken_out_for_servers_that_call_it_something_else(self):
+        server = self.serve_openai(lambda request: chat())
+        self.openai(server, "--trials", 1, "--extra-body", '{"max_tokens": null, "max_completion_tokens": 9}')
+        bodies = [request["body"] for request in server.requests if request["body"]]
+        self.assertEqual([(body.get("max_tokens"), body["max_completion_tokens"]) for body in bodies], [(None, 1)] + [(None, 9)] * 7)
 
     def test_model_that_the_server_does_not_serve_is_an_error_before_the_first_trial(self):
         server = self.serve(lambda request: EXCHANGES["v1-models"])
@@ -1616,9 +1747,15 @@ class OpenAIServers(ServerTest):
         self.assertIn("already logged 0, ran 90", out)
 
     def test_extra_body_may_not_set_what_the_bench_sets(self):
-        for body in ('{"seed": 1}', '{"messages": []}', '{"options": {"seed": 2}}', '{"stream": true}'):
+        for body in ('{"seed": 1}', '{"messages": []}', '{"options": {"seed": 2}}', '{"stream": true}', '{"temperature": 0.1}', '{"truncate": true}',
+                     '{"max_tokens": 5}', '{"response_format": {}}'):
             self.assertIn("the extra body sets", self.refused_inside(
                 bench, "--system", "model_triage:openai=m", "--endpoint", "http://127.0.0.1:1", "--extra-body", body))
+
+    def test_dry_run_where_no_case_has_a_message(self):
+        cases = self.cases_file(case(input={"a": 1}))
+        out, _ = self.openai("http://127.0.0.1:1", "--dry-run", "--cases", cases)
+        self.assertEqual(out.count("\n"), 1)
 
     def test_dry_run_prints_the_plan_and_the_first_request_and_asks_nothing(self):
         out, _ = self.openai("http://127.0.0.1:1", "--dry-run", "--trials", 3)
@@ -1637,7 +1774,7 @@ class Transport(ServerTest):
     """Time, size, proxies, keys and redirects."""
 
     def test_endpoints_that_are_no_http_urls(self):
-        for url in ("ftp://x", "localhost:8080", "http://", "http://x:99999", "http://x/?a=1", "http://a b", "x", "http://[::1"):
+        for url in ("ftp://x", "localhost:8080", "http://", "http://x:99999", "http://x/?a=1", "http://a b", "x", "http://[::1", "http://" + "x" * 300):
             with self.subTest(url):
                 self.assertIn("endpoint", self.refused_inside(bench, "--log", self.log, "--endpoint", url,
                                                               "--system", "model_triage:openai=m"))
@@ -1650,7 +1787,7 @@ class Transport(ServerTest):
 
     def test_unknown_host_and_failed_tls_are_unavailable(self):
         server = self.serve(lambda request: chat())
-        for url in ("http://host.invalid", server.url.replace("http:", "https:"), "http://" + "x" * 300):
+        for url in ("http://host.invalid", server.url.replace("http:", "https:"), "http://127.0.0.1:0"):
             with self.subTest(url[:40]):
                 error = self.respond(model_triage.openai("m", endpoint=url, timeout_s=5))
                 self.assertEqual(type(error).__name__, "Unavailable", error)
@@ -1674,6 +1811,72 @@ class Transport(ServerTest):
                              "model_triage:openai=m", env={"BENCH_API_KEY": "secret\nword"})
         self.assertIn("BENCH_API_KEY", error)
         self.assertNotIn("secret", error)
+
+    def test_key_in_whatever_a_server_sends_back_is_masked(self):
+        key = 'sk/very"secret+0123456789'
+        escaped = json.dumps(key)[1:-1].replace("/", "\\/")
+        seen = [chat(f"Bearer {key}"), chat("", refusal=key), (200, "application/json", json.dumps({"choices": key})),
+                (302, "text/plain", "", [("Location", f"/login?{key}")]), (400, "application/json", f'{{"error": "{escaped}"}}'),
+                (500, "text/plain", key), (200, "text/plain", key), chat(json.dumps({"category": key}))]
+        server = self.serve_openai(lambda request: seen[request["body"]["seed"] - 1000])
+        out, err = self.openai(server, "--trials", len(seen), "--cases", self.cases_file(case()), env={"BENCH_API_KEY": key})
+        for text in (out, err, self.log.read_text()):
+            self.assertNotIn("secret", text)
+        self.assertEqual([row["error"]["types"][0] if "error" in row else "output" for row in self.rows()],
+                         ["JSONDecodeError", "RefusedReply", "MalformedReply", "BadRequest", "BadRequest", "ServerError",
+                          "MalformedReply", "output"])
+
+    def test_passwords_in_an_endpoint_are_never_shown_however_odd(self):
+        for url in ("http://u:S3cret@h:1", "u:S3cret@h", "http://u:S3cr[et@h", "http://u:S3cret/x@h", "http:/u:S3cret@h",
+                    "http://h/v1?key=S3cret"):
+            self.assertNotIn("S3cr", self.refused_inside(bench, "--log", self.log, "--endpoint", url,
+                                                         "--system", "model_triage:openai=m"))
+        for host in ("http://u:S3cret@127.0.0.1:1", "u:S3cret@127.0.0.1"):
+            self.assertNotIn("S3cret", self.refused("bench.py", "--system", "model_triage:gemma", env={"OLLAMA_HOST": host}))
+        self.assertNotIn("S3cret", self.refused("bench.py", "--log", self.log, "--endpoint", "http://box.invalid", "--system",
+                                                "model_triage:openai=m", env={"http_proxy": "http://u:S3cret/x@p:1", "no_proxy": ""}))
+
+    def test_proxy_that_wants_a_password_is_no_result(self):
+        error = self.openai_error((407, "text/plain", "who are you"))
+        self.assertEqual(type(error).__name__, "Denied")
+
+    def test_early_answer_to_a_large_request_is_read(self):
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.addCleanup(listener.close)
+
+        def refuse():
+            connection, _ = listener.accept()
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 413 X\r\nContent-Length: 9\r\nConnection: close\r\n\r\ntoo large")
+            connection.shutdown(socket.SHUT_WR)
+            _soon(lambda: not connection.recv(2 ** 20), 2)
+            connection.close()
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        self.addCleanup(thread.join)
+        system = model_triage.openai("m", endpoint=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with self.assertRaisesRegex(model_triage.BadRequest, "too large"):
+            system.respond(case(input="x" * 30_000_000), 0)
+
+    def test_text_of_a_cut_or_slow_answer_is_kept(self):
+        def half(handler):
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf of it")
+            handler.close_connection = True
+
+        def slow(handler):
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf of it")
+            time.sleep(1)
+        for answer, kind in ((half, "ConnectionCut"), (slow, "ReplyTimeout")):
+            error = self.openai_error(answer, timeout_s=0.3)
+            self.assertEqual((type(error).__name__, error.text), (kind, "half of it"))
+
+    def test_tls_is_spoken_and_checked_and_part_of_the_calls_time(self):
+        listener = socket.create_server(("127.0.0.1", 0))    # takes the connection and never shakes hands
+        self.addCleanup(listener.close)
+        began = time.monotonic()
+        error = self.respond(model_triage.openai("m", endpoint=f"https://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3))
+        self.assertEqual(type(error).__name__, "Unavailable")
+        self.assertLess(time.monotonic() - began, 2)
 
     def test_wrong_key_stops_the_run_at_once(self):
         server = self.serve(lambda request: (401, "application/json", '{"error": {"message": "who are you"}}'))
@@ -1742,7 +1945,8 @@ class Transport(ServerTest):
             self.openai(server, "--trials", 1, env={name: proxy.url, "NO_PROXY": "", "no_proxy": ""})
         self.assertEqual(proxy.requests, [])
         for host, loopback in (("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
-                               ("a.localhost", True), ("10.0.0.1", False), ("box", False)):
+                               ("a.localhost", True), ("10.0.0.1", False), ("box", False), ("localhost.", True),
+                               ("127.1", True), ("::ffff:127.0.0.1", True), ("0", True)):
             self.assertEqual(model_triage._is_loopback(host), loopback, host)
 
     def test_other_hosts_follow_the_usual_proxy_variables(self):
@@ -1900,9 +2104,513 @@ class Progress(ServerTest):
         self.assertEqual(out, "quick: planned 54, already logged 0, ran 54, not run 0\n")
 
     def test_quiet_and_no_terminal_show_nothing(self):
-        self.assertEqual(self.run_on_terminal("--quiet")[0], "")
+        self.assertEqual(self.run_on_terminal("--quiet", "--budget-s", "0.6")[0], "")
+
+
+class HowSure(BenchTest):
+
+    def test_t_quantile_leaves_five_per_cent_outside(self):
+        for df in (1, 2, 3, 4, 8, 19, 60, 61, 99, 500, 5000):
+            t = report.t_quantile(df)
+            # P(|T| < t) by Simpson's rule over the angle atan(t / sqrt(df)), where the density is a power of a cosine
+            scale = 2 * math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(math.pi)
+            steps, end = 4000, math.atan(t / math.sqrt(df))
+            points = [scale * math.cos(end * i / steps) ** (df - 1) for i in range(steps + 1)]
+            within = end / steps / 3 * (points[0] + points[-1] + 4 * sum(points[1:-1:2]) + 2 * sum(points[2:-1:2]))
+            density = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi) \
+                * (1 + t * t / df) ** (-(df + 1) / 2)
+            self.assertLess(abs(within - 0.95) / (2 * density), 1e-6, df)    # as an error of t
+
+    def test_t_quantile_is_that_of_the_tables(self):
+        for df, t in ((1, 12.706205), (2, 4.302653), (4, 2.776445), (8, 2.306004), (9, 2.262157), (30, 2.042272),
+                      (60, 2.000298), (120, 1.979930), (10 ** 9, 1.959964)):
+            self.assertAlmostEqual(report.t_quantile(df), t, delta=1e-6)
+
+    def test_wilson_interval_of_seven_in_ten(self):
+        self.assertEqual(report.rounded(report.wilson(0.7, 10)), [0.3968, 0.8922])
+        self.assertEqual(report.rounded(report.wilson(0, 10)), [0.0, 0.2775])
+
+    def test_effective_sample_size_is_held_between_the_cases_and_the_trials(self):
+        t = report.t_quantile(8)
+        self.assertEqual(report.mean_interval(0.5, 0.0, 9, 10), report.wilson(0.5, 90, t))      # all alike
+        self.assertEqual(report.mean_interval(1.0, 0.0, 9, 10), report.wilson(1.0, 9, t))
+        self.assertEqual(report.mean_interval(0.0, 0.0, 9, 10), report.wilson(0.0, 9, t))
+        self.assertEqual(report.mean_interval(0.5, 0.28125, 9, 10), report.wilson(0.5, 9, t))   # always or never
+        self.assertEqual(report.mean_interval(0.5, 0.0625, 9, 10), report.wilson(0.5, 36, t))   # in between
+        self.assertIsNone(report.mean_interval(0.5, 0.1, 1, 10))
+
+    def test_intervals_are_never_empty_and_stay_within_0_and_1(self):
+        for passes in ([0] * 9, [10] * 9, [5] * 9, [10, 0], [1, 2, 3], [0, 10, 5, 7, 10, 10, 0, 0, 1]):
+            values, intervals = report.curve(10, passes)
+            for k in values:
+                for name, value in values[k].items():
+                    low, high = intervals[k][name]
+                    self.assertTrue(0 <= low <= value <= high <= 1 and low < high, (passes, k, name))
+
+    def test_interval_for_the_mean_keeps_its_promise(self):
+        rng = random.Random(1998)
+
+        def passes_of_ten(p):
+            chance, left, passes = (1 - p) ** 10, rng.random(), 0
+            while left > chance and passes < 10 and p < 1:
+                left -= chance
+                passes += 1
+                chance *= p * (11 - passes) / (passes * (1 - p))
+            return 10 if p == 1 else passes
+
+        def covered(cases, rate, truth, benchmarks=1200):
+            hits = 0
+            for _ in range(benchmarks):
+                rates = [passes_of_ten(rate()) / 10 for _ in range(cases)]
+                mean = sum(rates) / cases
+                low, high = report.mean_interval(mean, sum((one - mean) ** 2 for one in rates) / (cases - 1), cases, 10)
+                hits += low <= truth <= high
+            return hits / benchmarks
+        kinds = {"beta(0.5, 0.5)": (lambda: rng.betavariate(0.5, 0.5), 0.5), "beta(4, 1)": (lambda: rng.betavariate(4, 1), 0.8),
+                 "beta(9, 1)": (lambda: rng.betavariate(9, 1), 0.9), "mixed": (lambda: 1 if rng.random() < 0.9 else 0.3, 0.93),
+                 "0.5": (lambda: 0.5, 0.5), "0.9": (lambda: 0.9, 0.9)}
+        for cases in (5, 9, 20, 100):
+            for name, (rate, truth) in kinds.items():
+                with self.subTest(cases=cases, rates=name):
+                    share = covered(cases, rate, truth)
+                    self.assertGreaterEqual(share, 0.93)
+                    if cases == 100:
+                        self.assertLessEqual(share, 0.98)
+        rare = covered(9, lambda: 0.99 if rng.random() < 0.9 else 0.1, 0.901, benchmarks=4000)
+        self.assertLess(rare, 0.8)    # the limit that the docstring and the README name
+
+    def test_spread_of_one_trial_alone(self):
+        self.bench(system="model_triage:embedded")
+        system = self.report()[0]["systems"][0]
+        marks = [counts["marks"] for counts in system["per_case"].values()]
+        passed = [sum(mark[trial] == "+" for mark in marks) for trial in range(10)]
+        self.assertEqual(system["one_trial"], {"passed_cases": passed, "min": min(passed), "max": max(passed)})
+
+    def test_readme_names_the_limit(self):
+        self.assertIn("rare kind of case", (HERE / "README.md").read_text(encoding="utf-8"))
+
+
+class HowItFails(BenchTest):
+
+    def test_every_outcome_of_the_closed_list(self):
+        def result(verdict, check=None, kind=None):
+            return {"verdict": verdict, "check": check, "error": kind and {"types": [kind], "message": "m"}}
+        for word, given in (
+                ("success", result("pass")), ("success", result("pass", kind="ValueError")),
+                ("wrong", result("fail", "triage-outcome")), ("wrong", result("fail", "failure-criteria")),
+                ("schema", result("fail", "output-fields")), ("schema", result("incomplete", kind="JSONDecodeError")),
+                ("truncated", result("incomplete", kind="TruncatedReply")), ("truncated", result("incomplete", kind="UnfinishedReply")),
+                ("empty", result("incomplete", kind="EmptyReply")), ("refusal", result("incomplete", kind="RefusedReply")),
+                ("timeout", result("incomplete", kind="ReplyTimeout")), ("server", result("incomplete", kind="ServerError")),
+                ("server", result("incomplete", kind="ConnectionCut")), ("server", result("incomplete", kind="MalformedReply")),
+                ("server", result("incomplete", kind="BadRequest")), ("rejection", result("fail", "rejection")),
+                ("error", result("incomplete", kind="ValueError")), ("error", result("incomplete", kind="UnloggableOutput")),
+                ("not-run", result("incomplete", kind="NotRun"))):
+            self.assertEqual(report.outcome(given), word, given)
+
+    def test_outcomes_by_case_class_critical_and_over_all(self):
+        cases = self.cases_file(case(), case(id="two", **{"class": "delivery"}, critical=True))
+        (self.folder / "script.txt").write_text("ok TruncatedReply ok ServerError EmptyReply Odd")
+        self.bench("--trials", 3, "--cases", cases, system="systems:scripted")
+        system = self.report(self.log, "--cases", cases)[0]["systems"][0]
+        self.assertEqual(system["per_case"]["two"]["outcomes"], {"truncated": 1, "server": 1, "error": 1})
+        self.assertEqual(system["outcomes"], {
+            "all": {"success": 2, "empty": 1, "truncated": 1, "server": 1, "error": 1},
+            "by_class": {"billing": {"success": 2, "empty": 1}, "delivery": {"truncated": 1, "server": 1, "error": 1}},
+            "critical": {"truncated": 1, "server": 1, "error": 1}})
+
+    def test_failures_are_listed_with_output_or_text_and_reason(self):
+        self.bench(system="model_triage:embedded")
+        out, _ = self.run_script("report.py", self.log, "--failures", "--out", self.folder / "r.json")
+        failed = [row for row in self.rows() if row["case_id"] == "charged-after-closing"]
+        self.assertEqual(out.count("charged-after-closing, trial "), len(failed))
+        self.assertIn("  charged-after-closing, trial 0 (seed 1000): wrong: category is 'account', expected 'billing'\n"
+                      '    {"category": "account", "needs_human": true}\n', out)
+        self.assertNotIn("password-changed", out)
+
+    def test_one_case_is_shown_whole(self):
+        self.bench(system="model_triage:embedded")
+        out, _ = self.run_script("report.py", self.log, "--case", "late-order", "--out", self.folder / "r.json")
+        self.assertEqual(len(re.findall(r"(?m)^  late-order, trial \d+ \(seed \d+\): \w+", out)), 10)
+        self.assertIn("birthday present", out)
+        for case_id in ("nobody", "job-question"):
+            self.assertIn(case_id, self.refused("report.py", self.log, "--case", case_id, "--out", self.folder / "r.json"))
+
+    def test_control_characters_of_a_model_never_reach_the_terminal(self):
+        (self.folder / "odd.py").write_text(r"""['\x1b[31mred', {'a': '\x07\x9b1m\u202e'}, '\r\n\x1b]0;title\x07']""")
+        cases = self.cases_file(case())
+        self.bench("--trials", 3, "--cases", cases, system="systems:odd")
+        out, _ = self.run_script("report.py", self.log, "--cases", cases, "--failures", "--out", self.folder / "r.json")
+        self.assertFalse(re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out))
+        self.assertIn("red", out)
+
+    def test_wide_characters_are_aligned(self):
+        self.assertEqual([report.width(text) for text in ("abc", "\u4e2d\u6587", "e\u0301")], [3, 4, 1])
+        self.assertEqual(report.padded("\u4e2d", 4), "\u4e2d  ")
+
+    @unittest.skipUnless(hasattr(os, "openpty"), "needs a pseudo-terminal")
+    def test_colours_only_on_a_terminal_and_not_with_no_color(self):
+        self.bench(system="model_triage:embedded")
+        for env, colored in ((ENVIRONMENT, True), (ENVIRONMENT | {"NO_COLOR": "1"}, False)):
+            terminal, inner = os.openpty()
+            process = subprocess.Popen([*PYTHON, str(HERE / "report.py"), str(self.log), "--out", str(self.folder / "r.json")],
+                                       stdout=inner, cwd=self.folder, env=env)
+            os.close(inner)
+            shown = b""
+            try:
+                while part := os.read(terminal, 4096):
+                    shown += part
+            except OSError:
+                pass
+            process.wait(timeout=20)
+            os.close(terminal)
+            self.assertEqual(b"\x1b[32m" in shown, colored)
+        self.assertNotIn("\x1b", self.report()[1])
+
+
+class AreTheseDraws(BenchTest):
+
+    def test_equal_outputs_at_a_temperature_are_pointed_out(self):
+        cases = self.cases_file(case(), case(id="two"))
+        self.bench("--trials", 3, "--cases", cases)
+        written, out = self.report(self.log, "--cases", cases)
+        self.assertEqual(written["systems"][0]["per_case"]["one"]["distinct_outputs"], 1)
+        self.assertIn("the server may ignore the seed or the temperature, or answer from a cache", out)
+
+    def test_different_outputs_are_counted_and_not_pointed_out(self):
+        (self.folder / "odd.py").write_text("[1, {'a': 1, 'b': 2}, {'b': 2, 'a': 1}, 1.5]")
+        cases = self.cases_file(case())
+        self.bench("--trials", 4, "--cases", cases, system="systems:odd")
+        written, out = self.report(self.log, "--cases", cases)
+        self.assertEqual(written["systems"][0]["per_case"]["one"]["distinct_outputs"], 3)
+        self.assertNotIn("cache", out)
+
+
+class HowFastAndHowMuch(BenchTest):
+
+    def usage(self, *metadata, prices=(None, None), passed=2, cases=1):
+        usage = report.Usage()
+        for one in metadata:
+            usage.add(one)
+        return usage.summary(passed, cases, *prices)
+
+    def test_counts_that_a_server_did_not_give_are_missing_and_never_zero(self):
+        self.assertEqual(self.usage({}, {"seed": 1}), {"tokens_in": None, "tokens_out": None, "tokens_per_s": None,
+                                                       "trials_counted": {"in": 0, "out": 0}})
+        found = self.usage({"tokens_in": 10, "tokens_out": 4, "generation_s": 2.0}, {"tokens_out": 6}, {})
+        self.assertEqual(found, {"tokens_in": 10, "tokens_out": 10, "tokens_per_s": 2.0, "trials_counted": {"in": 1, "out": 2}})
+
+    def test_cost_of_a_trial_a_case_and_a_passed_trial(self):
+        found = self.usage(*[{"tokens_in": 1000, "tokens_out": 100}] * 4, prices=(2.0, 10.0), passed=2, cases=2)
+        self.assertEqual(found["cost"], {"per_trial": 0.003, "per_case": 0.006, "per_passed_trial": 0.006})
+        self.assertIsNone(self.usage({}, prices=(1.0, 1.0))["cost"])
+
+    def test_prices_and_latencies_in_the_report(self):
+        written, out = self.report(HERE / "recorded" / "smollm2.jsonl", "--price-in", "1", "--price-out", "2")
+        system = written["systems"][0]
+        rows = [json.loads(line) for line in (HERE / "recorded" / "smollm2.jsonl").read_bytes().splitlines()]
+        rows = [row for row in rows if "output" in row]
+        latencies = sorted(row["latency_s"] for row in rows)
+        self.assertEqual(system["latency_s"], {"trials": 70, "median": latencies[34], "p90": latencies[62], "p95": latencies[66]})
+        tokens = [sum(row["metadata"][key] for row in rows) for key in ("tokens_in", "tokens_out")]
+        self.assertEqual([system["usage"]["tokens_in"], system["usage"]["tokens_out"]], tokens)
+        self.assertAlmostEqual(system["usage"]["cost"]["per_trial"], (tokens[0] + 2 * tokens[1]) / 1e6 / 70)
+        self.assertIn("with 70 latencies, their p95 is close to their maximum", out)
+        self.assertTrue(30 < system["wall_s"] < 60)
+
+
+class IsBBetterThanA(BenchTest):
+
+    def test_p_value_over_trials_equals_a_count_over_every_split(self):
+        for passes, n_a, n_b in (([(3, 0), (2, 1)], 3, 3), ([(0, 2), (1, 2), (3, 3)], 3, 3), ([(1, 2)], 2, 4), ([(0, 3), (2, 2)], 2, 3)):
+            observed = sum(b for _, b in passes)
+            totals = [0]
+            for a, b in passes:
+                trials = [1] * (a + b) + [0] * (n_a + n_b - a - b)
+                totals = [total + sum(split) for total in totals for split in itertools.combinations(trials, n_b)]
+            mean = Fraction(sum(totals), len(totals))
+            p = sum(abs(total - mean) >= abs(observed - mean) for total in totals) / len(totals)
+            self.assertAlmostEqual(report.trial_p_value(passes, n_a, n_b)["p"], p, 12)
+
+    def test_p_value_over_trials_by_normal_approximation_is_close_and_says_so(self):
+        passes = [(150 + case, 160 + case) for case in range(60)]
+        exact = report.trial_p_value(passes[:20], 400, 400)
+        self.assertTrue(exact["method"].startswith("exact"))
+        before, report.MOST_EXACT_STEPS = report.MOST_EXACT_STEPS, 0
+        self.addCleanup(setattr, report, "MOST_EXACT_STEPS", before)
+        approximate = report.trial_p_value(passes[:20], 400, 400)
+        self.assertTrue(approximate["method"].startswith("normal approximation"))
+        self.assertAlmostEqual(exact["p"], approximate["p"], 3)
+
+    def test_sign_flip_p_value_equals_a_count_over_every_pattern(self):
+        differences = [3, -1, 0, 2, 2, -5, 0, 1]
+        nonzero = [one for one in differences if one]
+        totals = [abs(sum(s * one for s, one in zip(signs, nonzero))) for signs in itertools.product((1, -1), repeat=len(nonzero))]
+        self.assertEqual(report.sign_flip_p_value(differences)["p"], sum(t >= abs(sum(differences)) for t in totals) / len(totals))
+        self.assertEqual(report.sign_flip_p_value([0, 0])["p"], 1.0)
+
+    def test_sign_flip_p_value_above_sixteen_cases_is_sampled_and_repeatable(self):
+        found = report.sign_flip_p_value([1] * 12 + [-1] * 8)
+        self.assertEqual(found, report.sign_flip_p_value([1] * 12 + [-1] * 8))
+        self.assertIn("9999 drawn sign patterns", found["method"])
+        self.assertAlmostEqual(found["p"], 0.5034, delta=0.02)    # P(|heads - 10| >= 2) of 20
+
+    def two(self, a="ok", b="ok", args_a=(), args_b=(), cases=(case(), case(id="two"))):
+        path = self.cases_file(*cases)
+        for name, script, args in (("a", a, args_a), ("b", b, args_b)):
+            (self.folder / "script.txt").write_text(script)
+            self.run_script("bench.py", "--system", "systems:scripted", "--log", self.folder / f"{name}.jsonl", "--cases", path,
+                            *(args or ("--trials", 4)))
+        return self.report(self.folder / "a.jsonl", self.folder / "b.jsonl", "--cases", path)
+
+    def test_pair_is_compared_on_both_questions(self):
+        written, out = self.two(a="Odd Odd Odd Odd Odd Odd Odd Odd", b="ok")
+        compared, = written["comparisons"]
+        self.assertEqual((compared["difference"], compared["better"], compared["worse"], compared["equal"]), (1.0, 2, 0, 0))
+        self.assertAlmostEqual(compared["on_these_cases"]["p"], 2 / 70 ** 2)
+        self.assertEqual(compared["on_cases_like_these"]["p"], 0.5)
+        self.assertEqual(compared["on_cases_like_these"]["interval_95"], [1.0, 1.0])
+        self.assertIn("is b better than a on exactly these cases? p = 0.000408", out)
+        self.assertIn("would b be better than a on other cases of this kind? p = 0.5", out)
+
+    def test_different_trial_counts_and_sampling_are_said(self):
+        written, _ = self.two(args_b=("--trials", 3))
+        self.assertEqual(written["comparisons"][0]["notes"], ["trials per case differ: 4 and 3"])
+        self.run_script("bench.py", "--system", "systems:other", "--log", self.folder / "c.jsonl", "--cases",
+                        self.folder / "cases.json", "--trials", 4)
+        written, out = self.report(self.folder / "a.jsonl", self.folder / "c.jsonl", "--cases", self.folder / "cases.json")
+        self.assertIn("sampling differs: sampling.temperature (1.0 there, 0.5 here)", out)
+
+    def test_trials_that_were_not_run_and_other_tasks_are_not_compared(self):
+        written, out = self.two(args_b=("--budget-s", 0))
+        self.assertIn("20 planned trials were not run", written["comparisons"][0]["refused"])
+        self.assertIn("not compared", out)
+        a = written["systems"][0]
+        self.assertIn("different tasks", report.compare(a, a | {"task": {"sha256": "x"}})["refused"])
+
+    def test_other_case_set_is_refused(self):
+        self.two()
+        self.bench("--trials", 2)
+        self.assertIn("another case set", self.refused("report.py", self.folder / "a.jsonl", self.log, "--out", "r.json",
+                                                       "--cases", self.folder / "cases.json"))
+
+
+class CanIShip(BenchTest):
+
+    def setUp(self):
+        super().setUp()
+        self.cases = self.cases_file(case(), case(id="two", **{"class": "delivery"}), case(id="three"))
+        (self.folder / "script.txt").write_text(" ".join(["ok ok ok"] * 9 + ["ok Odd ok"]))
+        self.bench("--trials", 10, "--cases", self.cases, system="systems:scripted")
+
+    def decided(self, *args, status, log=None):
+        self.inside(report, log or self.log, "--cases", self.cases, "--out", self.folder / "report.json", *args, status=status)
+        return json.loads((self.folder / "report.json").read_text())["decisions"]
+
+    def test_rules_that_are_met_exit_0_and_others_exit_3(self):
+        for rule, value, met in (("pass^3>=0.8", 0.9, True), ("pass^3>=0.95", 0.9, False), ("pass@1 > 0.96", 0.9667, True),
+                                 ("pass@1[delivery]>=0.95", 0.9, False), ("pass@1[billing]>=1", 1.0, True),
+                                 ("incomplete<=1", 1, True), ("incomplete<1", 1, False), ("not_run==0", 0, True),
+                                 ("flaky<=0", 1, False), ("flaky[billing]<=0", 0, True), ("p95_s<5", None, True)):
+            with self.subTest(rule):
+                decision, = self.decided("--require", rule, status=0 if met else 3)
+                self.assertEqual((decision["rule"], decision["met"]), (rule, met))
+                if value is not None:
+                    self.assertEqual(decision["value"], value)
+                if not met:
+                    self.assertEqual(decision["cases"], ["two"])
+
+    def test_every_rule_must_be_met(self):
+        self.assertEqual([one["met"] for one in self.decided("--require", "flaky<=1", "--require", "flaky<=0", status=3)],
+                         [True, False])
+
+    def test_lower_bound_tests_the_intervals_lower_end(self):
+        self.run_script("report.py", self.log, "--cases", self.cases, "--out", self.folder / "report.json", "--require",
+                        "pass@1>=0.9", "--lower-bound", status=3)
+        decision, = self.decided("--require", "pass@1>=0.9", "--lower-bound", status=3)
+        low = json.loads((self.folder / "report.json").read_text())["systems"][0]["curve_interval_95"]["1"]["pass_at_k"][0]
+        self.assertEqual(decision["value"], low)
+        self.assertIn("single case", self.decided("--require", "pass@1[delivery]>=0", "--lower-bound", status=3)[0]["why"])
+
+    def test_what_cannot_be_computed_is_not_met(self):
+        for rule, why in (("pass@11>=0", "11 trials"), ("pass@1[nothing]>=0", "no case of the class")):
+            self.assertIn(why, self.decided("--require", rule, status=3)[0]["why"])
         self.log.unlink()
-        self.assertEqual(self.bench(system="systems:slow")[1], "")
+        self.bench("--trials", 10, "--budget-s", 0, "--cases", self.cases, system="systems:scripted")
+        decision, = self.decided("--require", "pass@1>=0", status=3)
+        self.assertEqual((decision["value"], decision["met"]), (None, False))
+        self.assertIn("30 planned trials were not run", decision["why"])
+
+    def test_rules_that_make_no_sense_are_bad_usage(self):
+        for text in ("pass@0>=1", "pass>=1", "pass@1", "pass@1>=x", "speed>1", "p95_s[billing]<1"):
+            _, err = self.inside(report, self.log, "--require", text, status=2)
+            self.assertIn("usage:", err)
+
+    def test_baseline_fails_when_five_of_nine_cases_fell_from_always_to_never(self):
+        nine = [case(id=f"c{number}") for number in range(9)]
+        self.cases = self.cases_file(*nine, name="nine.json")
+        for name, script in (("old", "ok"), ("same", "ok"), ("new", " ".join(["Odd"] * 5 + ["ok"] * 4) + " "),
+                             ("slip", " ".join(["Odd"] + ["ok"] * 89))):
+            (self.folder / "script.txt").write_text(script * 10 if name == "new" else script)
+            self.run_script("bench.py", "--system", "systems:scripted", "--log", self.folder / f"{name}.jsonl", "--cases", self.cases)
+        self.decided(status=0, log=self.folder / "old.jsonl")
+        baseline = self.folder / "baseline.json"
+        (self.folder / "report.json").rename(baseline)
+        decision, = self.decided("--baseline", baseline, status=3, log=self.folder / "new.jsonl")
+        self.assertLess(decision["p"], 1e-20)
+        self.assertEqual(decision["cases"], [f"c{number}" for number in range(5)])
+        for name in ("same", "slip"):    # no drop, and one that is a matter of chance
+            self.assertTrue(self.decided("--baseline", baseline, status=0, log=self.folder / f"{name}.jsonl")[0]["met"])
+
+    def test_baseline_of_another_case_set_or_system_or_no_report_is_refused(self):
+        self.decided(status=0)
+        baseline = self.folder / "baseline.json"
+        (self.folder / "report.json").rename(baseline)
+        other = self.folder / "other.jsonl"
+        self.run_script("bench.py", "--system", "systems:factory=x", "--log", other, "--cases", self.cases)
+        args = ["--cases", self.cases, "--out", "r.json", "--baseline"]
+        self.assertIn("no system made-x", self.refused("report.py", other, *args, baseline))
+        self.assertIn("not a report", self.refused("report.py", self.log, *args, self.cases))
+        self.bench("--trials", 1) if self.log.unlink() else self.bench("--trials", 1)
+        self.assertIn("another case set", self.refused("report.py", self.log, "--out", "r.json", "--baseline", baseline))
+
+
+EVIL = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "| a | b |\n|---|---|", "`code` ``` *b* _i_ [l](http://x) # h",
+        "\u2028\u202e\x1b[31m\x00 \ud800", "&lt; &#60; <!-- --> ]]>", "http://evil.example @someone #1", "'\"><svg onload=x>"]
+
+
+class Pages(BenchTest):
+    """The report to paste and the report to look at."""
+
+    def evil_log(self):
+        (self.folder / "odd.py").write_text(ascii(EVIL))
+        cases = self.cases_file(case(**{"class": "<b>|class*"}), case(id="two"))
+        self.bench("--trials", len(EVIL), "--cases", cases, system="systems:odd")
+        self.run_script("report.py", self.log, "--cases", cases, "--out", self.folder / "report.json",
+                        "--html", self.folder / "page.html", "--markdown", self.folder / "page.md")
+        return json.loads((self.folder / "report.json").read_text())["systems"][0]
+
+    def parsed(self, path):
+        """Return (tags with their attributes, text of the page's body, text of its scripts) of an HTML file."""
+        tags, text, scripts, inside = [], [], [], []
+
+        class Parser(html.parser.HTMLParser):
+            def handle_starttag(self, tag, attrs):
+                tags.append((tag, dict(attrs)))
+                inside.append(tag)
+
+            def handle_endtag(self, tag):
+                while inside and inside.pop() != tag:
+                    pass
+
+            def handle_data(self, data):
+                (scripts if "script" in inside else text if "style" not in inside else []).append(data)
+        Parser().feed(path.read_text(encoding="utf-8"))
+        return tags, "".join(text), scripts
+
+    def test_markup_in_outputs_changes_nothing_on_the_page(self):
+        self.evil_log()
+        tags, text, scripts = self.parsed(self.folder / "page.html")
+        self.assertEqual([tag for tag, _ in tags].count("script"), 2)
+        self.assertFalse({"img", "b>", "iframe", "link", "object"} & {tag for tag, _ in tags})
+        self.assertFalse([attrs for _, attrs in tags if any(name.startswith("on") for name in attrs)])
+        self.assertIn("<img src=x onerror=alert(1)>", text)
+        self.assertIn("<b>|class*", text)
+        details = json.loads(scripts[0])
+        self.assertEqual(len(details), 2 * len(EVIL))
+        self.assertTrue(any("</script><script>alert(1)</script>" in one for one in details))
+
+    def test_page_needs_nothing_from_elsewhere(self):
+        self.evil_log()
+        tags, _, _ = self.parsed(self.folder / "page.html")
+        self.assertFalse([(tag, attrs) for tag, attrs in tags if {"src", "href", "srcset", "action"} & set(attrs)])
+        page = (self.folder / "page.html").read_text(encoding="utf-8")
+        self.assertNotIn("@import", page)
+        self.assertNotIn("url(", page)
+
+    def test_grid_comes_first_with_a_cell_that_the_keyboard_reaches_for_each_trial(self):
+        tags, text, scripts = self.parsed(HERE / "runs" / "recorded" / "report.html")
+        cells = [attrs for tag, attrs in tags if tag == "button"]
+        written = json.loads((HERE / "runs" / "recorded" / "report.json").read_text())
+        self.assertEqual(len(cells), sum(90 for _ in written["systems"]))
+        self.assertEqual(sorted(int(attrs["data-cell"]) for attrs in cells), list(range(len(cells))))
+        kinds = {"+": "pass", "x": "fail", "!": "incomplete", ".": "not-run"}
+        marks = "".join(counts["marks"] for system in written["systems"] for counts in system["per_case"].values())
+        self.assertEqual([attrs["class"] for attrs in cells], [kinds[mark] for mark in marks])
+        order = [tag for tag, _ in tags]
+        self.assertLess(order.index("button"), order.index("svg"))
+        details = json.loads(scripts[0])
+        self.assertTrue(details[0].startswith("charged-twice, trial 0 (seed 1000): success"))
+
+    def test_figures_on_the_page_are_those_of_the_report(self):
+        _, text, _ = self.parsed(HERE / "runs" / "recorded" / "report.html")
+        page = (HERE / "runs" / "recorded" / "report.html").read_text()
+        for system in json.loads((HERE / "runs" / "recorded" / "report.json").read_text())["systems"]:
+            verdicts = system["verdicts"]
+            self.assertIn(f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['incomplete']} incomplete", text)
+            for value in (system["recording_sha256"], system["run_id"], system["system"]["prompt"]["sha256"],
+                          system["task"]["sha256"], system["sessions"][0]["environment"]["platform"]):
+                self.assertIn(value, text)
+            for counts in system["per_case"].values():
+                self.assertIn("{:.2f} to {:.2f}".format(*counts["interval_95"]), text)
+            if system["curve"]:
+                points = " ".join(f"{40 + 480 * (k - 1) / 9:.1f},{190 - 170 * system['curve'][str(k)]['pass_at_k']:.1f}"
+                                  for k in range(1, 11))
+                self.assertIn(f'<polyline class=at points="{points}"', page)
+
+    def test_markdown_shows_outputs_as_they_are(self):
+        self.evil_log()
+        text = (self.folder / "page.md").read_text(encoding="utf-8")
+        for line in text.splitlines():
+            if line.startswith("|"):
+                self.assertEqual(re.sub(r"<code>|</code>|&#\d+;", "", line).count("<"), 0)
+                self.assertIn(line.count("|"), (6, 7))    # tables of five and of six columns, whatever the cells hold
+        shown = html.unescape(text)
+        self.assertIn("<img src=x onerror=alert(1)>", shown)
+        self.assertNotRegex(re.sub(r"&#\d+;", "", text), r"[`*_\[\]@]|https?:")
+
+    def test_above_20000_cells_a_bar_stands_in_for_a_cases_marks(self):
+        before, report.MOST_CELLS = report.MOST_CELLS, 8
+        self.addCleanup(setattr, report, "MOST_CELLS", before)
+        self.assertEqual(before, 20000)
+        cases = self.cases_file(case())
+        self.bench("--trials", 9, "--cases", cases)
+        self.report(self.log, "--cases", cases, "--html", self.folder / "page.html")
+        tags, text, _ = self.parsed(self.folder / "page.html")
+        self.assertNotIn("button", [tag for tag, _ in tags])
+        self.assertEqual([attrs["style"] for tag, attrs in tags if tag == "span"], ["width:100.000%"])
+        self.assertIn("more than 8 trials, so a bar for each case", text)
+
+
+class CorrectedAnswers(BenchTest):
+
+    def test_regrade_accepts_the_same_inputs_with_other_answers_and_says_so_everywhere(self):
+        old = self.cases_file(case(), case(id="two"), name="old.json")
+        self.bench("--trials", 2, "--cases", old)
+        new = self.cases_file(case(), case(id="two", expected={"category": "billing", "needs_human": False}), name="new.json")
+        error = self.refused("report.py", self.log, "--cases", new, "--out", "r.json")
+        self.assertIn("--regrade", error)
+        self.assertIn("old.json", error)
+        self.assertIn("--regrade", self.refused("bench.py", "--log", self.log, "--cases", new, "--convert", "r.json"))
+        written, out = self.report(self.log, "--cases", new, "--regrade", "--html", self.folder / "p.html",
+                                   "--markdown", self.folder / "p.md")
+        system = written["systems"][0]
+        self.assertEqual(system["verdicts"], {"pass": 2, "fail": 2, "incomplete": 0})
+        self.assertEqual(system["regraded_from"], bench.TrialLog(self.log).header["case_set_sha256"])
+        out2, _ = self.run_script("bench.py", "--log", self.log, "--cases", new, "--convert", self.folder / "r.json", "--regrade")
+        out3, _ = self.run_script("harness.py", "run", "--cases", new, "--recording", self.folder / "r.json", "--out", self.folder / "o.json")
+        again, out4 = self.report(self.folder / "o.json", "--cases", new)
+        for text in (out, out4, (self.folder / "p.html").read_text(), html.unescape((self.folder / "p.md").read_text())):
+            self.assertIn("graded anew with today", text)
+        for text in (out2, out3):
+            self.assertIn("other answers than it was made with", text)
+        self.assertEqual(again["systems"][0]["regraded_from"], system["regraded_from"])
+
+    def test_other_inputs_are_refused_with_regrade_too(self):
+        self.bench("--trials", 1, "--cases", self.cases_file(case(), name="old.json"))
+        new = self.cases_file(case(input="Hello!"), name="new.json")
+        error = self.refused("report.py", self.log, "--cases", new, "--regrade", "--out", "r.json")
+        self.assertNotIn("--regrade", error)
 
 
 class Recorded(BenchTest):
@@ -1921,8 +2629,11 @@ class Recorded(BenchTest):
                 for field in harness.RUN_DESCRIPTION_FIELDS:
                     del one["manifest"][field]
             self.assertEqual(fresh, saved)
-        written, _ = self.report(*(HERE / "recorded" / f"{name}.jsonl" for name in self.LOGS))
+        written, _ = self.report(*(HERE / "recorded" / f"{name}.jsonl" for name in self.LOGS),
+                                 "--html", self.folder / "report.html", "--markdown", self.folder / "report.md")
         self.assertEqual(written, json.loads((HERE / "runs" / "recorded" / "report.json").read_text()))
+        for name in ("report.html", "report.md"):
+            self.assertTrue((self.folder / name).read_text() == (HERE / "runs" / "recorded" / name).read_text(), name)
 
     def test_stopped_log_is_the_beginning_of_the_whole_one(self):
         whole, stopped = ((HERE / "recorded" / f"{name}.jsonl").read_bytes() for name in ("smollm2", "smollm2-stopped"))
