@@ -36,6 +36,9 @@ class Interrupted(BaseException):
     """A signal asked the run to stop at once. Its argument is the signal's number."""
 
 
+signals = []    # those that have come: Python drops an exception that a handler raises in the middle of a clean-up
+
+
 # --- the trial log ----------------------------------------------------------------------------------------
 
 def read_lines(path):
@@ -68,13 +71,8 @@ def header_fault(header):
     for key, kind in kinds.items():
         if key not in header or type(header[key]) is not kind:
             return f"the header's `{key}` is missing or of the wrong type"
-    if not 1 <= header["trials"] <= harness.MAX_TRIALS:
-        return f"the header's `trials` is {header['trials']}"
-    if not header["splits"] or [split for split in header["splits"] if split not in harness.SPLITS]:
-        return f"the header's `splits` is {header['splits']}"
-    if fault := harness.identity_fault(header["system"]):
-        return f"the header's `system`: {fault}"
-    return f"the header's {fault}" if (fault := session_fault(header)) else None
+    fault = harness.plan_fault(header) or session_fault(header)
+    return f"the header's {fault}" if fault else None
 
 
 def session_fault(line):
@@ -100,6 +98,8 @@ class TrialLog:
         self.regraded_from = None
         self.case_ids = None    # where given, the cases of the plan: a trial of any other is refused
         self.held, self.count, self.incomplete = {}, 0, 0
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise RunError(f"{path} is not a regular file, so it can be no trial log")
         if writable:
             self.file = open(path, "r+b", buffering=0)
             self._lock()
@@ -112,7 +112,7 @@ class TrialLog:
         except BaseException:
             self.close()
             raise
-        self.synced_at = time.monotonic()
+        self.synced_at, self.appended = time.monotonic(), False
 
     def _lock(self):
         # flock and not lockf, whose lock vanishes when any other handle of this process on the file is closed.
@@ -124,6 +124,7 @@ class TrialLog:
             else:
                 import fcntl
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.register_at_fork(after_in_child=self.close)    # a system's child would hold the lock on
         except OSError as error:
             self.file.close()
             if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
@@ -141,12 +142,15 @@ class TrialLog:
                 yield row
 
     def _fault(self, row):
-        if isinstance(row, dict) and "case_id" not in row and "bench_version" in row:
-            return "a second header: two logs were put together"
-        if isinstance(row, dict) and "case_id" not in row and isinstance(row.get("resumed_at"), str):
-            return session_fault(row)
+        if isinstance(row, dict) and "case_id" not in row:
+            if "bench_version" in row:
+                return "a second header: two logs were put together"
+            if isinstance(row.get("resumed_at"), str):
+                return session_fault(row)
         if fault := harness.row_fault(row, self.case_ids, self.header["trials"]):
             return fault
+        if harness.is_not_run(row):
+            return "a log holds no trial that was not run"
         try:
             harness.seconds(row["started_at"])
         except (TypeError, ValueError, LookupError):
@@ -187,15 +191,18 @@ class TrialLog:
 
     def _write_at_end(self, line):
         try:
-            if self.file.seek(0, os.SEEK_END) != self.end:    # what a killed run left of a line
-                self.file.truncate(self.end)
+            if self.file.seek(0, os.SEEK_END) != self.end:
+                if self.appended:
+                    self.close()
+                    raise RunError(f"{self.path} was changed by something else while the run wrote to it; it was left as it is")
+                self.file.truncate(self.end)    # what a killed run left of a line
             self.file.seek(self.end - 1)
             if self.file.read(1) != b"\n":    # a whole last line that lost its line break
                 line = b"\n" + line
             rest = memoryview(line)
             while rest:
                 rest = rest[self.file.write(rest):]
-            self.end += len(line)
+            self.end, self.appended = self.end + len(line), True
         except OSError:
             self.file.truncate(self.end)
             raise
@@ -400,7 +407,9 @@ def patiently(ask, waited_for, patience_s, pause):
 def pause_before_retry(away, waits):
     """Return the seconds to wait before asking a server again: what it asked for, else 1, 2, 4, ... up to 30."""
     asked = getattr(away, "retry_after_s", None)
-    return min(2 ** waits, LONGEST_PAUSE_S) if asked is None else min(max(asked, SHORTEST_PAUSE_S), LONGEST_RETRY_AFTER_S)
+    if not isinstance(asked, (int, float)):
+        return min(2 ** waits, LONGEST_PAUSE_S)
+    return min(max(asked, SHORTEST_PAUSE_S), LONGEST_RETRY_AFTER_S)
 
 
 def is_incomplete(row, case):
@@ -426,6 +435,8 @@ def execute(run, workers, show=None):
             thread.start()
         for thread in threads:
             while thread.is_alive():
+                if signals:
+                    raise Interrupted(signals[0])
                 thread.join(0.5)    # with a limit, since Windows delivers no signal to a thread that just waits
                 if show:
                     show()
@@ -439,15 +450,23 @@ def execute(run, workers, show=None):
 
 
 def stop_on_signals():
-    """Have Ctrl-C, SIGTERM and SIGHUP raise Interrupted; one that is ignored (nohup) stays so."""
+    """Have Ctrl-C, SIGTERM and SIGHUP raise Interrupted; one that is ignored (nohup) stays so. Return a function
+    that lets them end the process as it stands, as the second one does: the log is safe."""
     import signal
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def let_them_kill():
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
     def interrupt(number, frame):
-        signal.signal(number, signal.SIG_DFL)    # once more ends the process as it stands: the log is safe
+        let_them_kill()
+        signals.append(number)
         raise Interrupted(number)
-    for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):
-        if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
-            signal.signal(getattr(signal, name), interrupt)
+    for number in numbers:
+        signal.signal(number, interrupt)
+    return let_them_kill
 
 
 # --- command line -----------------------------------------------------------------------------------------
@@ -462,7 +481,7 @@ def new_header(system, case_set, task, args):
             "budget_s": args.budget_s, "workers": args.workers,
             "environment": {"python": platform.python_version(), "platform": platform.platform(),
                             "hardware": args.hardware},
-            "endpoint": getattr(system, "endpoint", None), "server": None,
+            "endpoint": text_or_none(system, "endpoint"), "server": None,
             "task": {"name": task.name, "sha256": task.sha256}, "cases": case_set["file"]}
 
 
@@ -502,7 +521,15 @@ def make_ready(system, patience_s, warm_up):
     """
     for step in ("check_model", "warm_up") if warm_up else ("check_model",):
         waited_for(lambda: harness.ask(system, step), patience_s)
-    return getattr(system, "server", None)
+    return text_or_none(system, "server")
+
+
+def text_or_none(system, name):
+    """Return an attribute that describes a system's server. Raises RunError where it is no text."""
+    value = getattr(system, name, None)
+    if not (value is None or isinstance(value, str)):
+        raise RunError(f"the system's `{name}` is {type(value).__name__}, not a text")
+    return value
 
 
 def waited_for(ask, patience_s):
@@ -510,8 +537,11 @@ def waited_for(ask, patience_s):
     return patiently(ask, harness.Busy, patience_s, lambda seconds: time.sleep(seconds) or True)[0]
 
 
-def default_log(name):
-    """Return where the log of the system `name` lies unless told otherwise."""
+def default_log(system):
+    """Return where the log of a system lies unless told otherwise. Raises RunError where it has no name."""
+    name = getattr(system, "name", None)
+    if not isinstance(name, str):
+        raise RunError("the system has no `name`")
     return str(harness.HERE / "runs" / (re.sub(r"[^a-z0-9.-]", "-", name) + ".jsonl"))
 
 
@@ -521,9 +551,11 @@ def add_regrade_option(parser):
                         help="accept a log whose inputs are those of the case set though its answers or criteria are not")
 
 
-def convert(path, case_set, out, regrade):
+def convert(path, case_set, args):
     """Write the log at `path` as a recording."""
-    recording = to_recording(path, case_set, regrade)
+    out = args.convert
+    harness.refuse_inputs([out], [path, args.cases])
+    recording = to_recording(path, case_set, args.regrade)
     harness.write(out, harness.json_chunks(recording, "results"))
     missing = sum(map(harness.is_not_run, recording["results"]))
     print(f"{out}: {len(recording['results'])} trials, {missing} of them not run"
@@ -562,18 +594,20 @@ def run_benchmark(system, case_set, task, path, args):
     try:
         header = waited_for(lambda: new_header(system, case_set, task, args), args.patience_s)
         log = open_log(path, header, case_set, lambda: make_ready(system, args.patience_s, args.warmup))
-    except Interrupted as signal:    # while the log was read or the model loaded
+    except Interrupted:    # while the log was read or the model loaded
         logged = sum(1 for _ in read_log(path, case_set).rows()) if os.path.exists(path) else 0
         print_counts(system, planned, logged, 0)
-        return interrupted(signal, path)
+        say_how_to_resume(path)
+        raise
     logged = log.count
     run = Run(system, log, missing_trials(log, case_set), args.budget_s, args.patience_s, args.request_delay_s)
     shown = sys.stderr.isatty() and not args.quiet
     try:
         execute(run, args.workers, (lambda: print(f"\r{progress(run, planned)}", end="", file=sys.stderr, flush=True))
                 if shown else None)
-    except Interrupted as signal:
-        return interrupted(signal, path)
+    except Interrupted:
+        say_how_to_resume(path)
+        raise
     finally:
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
@@ -589,10 +623,9 @@ def print_counts(system, planned, logged, ran, note=""):
           f"not run {planned - logged - ran}" + note, flush=True)
 
 
-def interrupted(signal, path):
-    """Say how to go on after a signal, and return its exit status."""
+def say_how_to_resume(path):
+    """Tell, after a signal, how to go on."""
     print(f"interrupted; the same command resumes {path}", file=sys.stderr)
-    return 128 + signal.args[0]
 
 
 def json_object(text):
@@ -644,23 +677,33 @@ def main(argv=None):
     add_regrade_option(parser)
     add_model_options(parser)
     args = parser.parse_args(argv)
-    stop_on_signals()
-    system = None
+    let_signals_kill = stop_on_signals()
     try:
-        task = harness.load_task(args.task)
-        case_set = harness.load_cases(args.cases, task)
-        options = {name: value for name in MODEL_OPTIONS if (value := getattr(args, name)) is not None}
-        if not (args.convert and args.log):
-            system = harness.load_system(args.system, **options)
-        path = args.log or default_log(system.name)
-        if args.convert:
-            harness.refuse_inputs([args.convert], [path, args.cases])
-            return convert(path, case_set, args.convert, args.regrade)
+        return carry_out(args)
+    except Interrupted as signal:
+        return 128 + signal.args[0]
+    finally:
+        let_signals_kill()
+
+
+def carry_out(args):
+    """Do what the command line asks for, and return the exit status. Raises Interrupted where a signal came."""
+    task = harness.load_task(args.task)
+    case_set = harness.load_cases(args.cases, task)
+    if args.convert and args.log:
+        return convert(args.log, case_set, args)
+    system = harness.load_system(
+        args.system, **{name: value for name in MODEL_OPTIONS if (value := getattr(args, name)) is not None})
+    path = args.log or default_log(system)
+    if args.convert:
+        return convert(path, case_set, args)
+    try:
         if args.dry_run:
             return dry_run(system, case_set, path, new_header(system, case_set, task, args))
         return run_benchmark(system, case_set, task, path, args)
-    except Interrupted as signal:    # before the first trial
-        return 128 + signal.args[0]
+    except Interrupted:    # the system may be what hangs: it is not asked to close
+        system = None
+        raise
     finally:
         harness.ask(system, "close")
 

@@ -8,6 +8,7 @@ It knows no task and no model. A task module offers CHECKS; a system has `respon
     python3 harness.py run --recording recording.json --out run.json      grade a recording
 """
 import argparse
+import copy
 import hashlib
 import importlib
 import json
@@ -30,6 +31,7 @@ SEED_BASE = 1000
 MAX_TRIALS = 1_000_000    # of one case
 MAX_NESTING = 500    # of an output; deeper ones are refused, so that what one Python writes every Python can read
 FILE_NESTING = MAX_NESTING + 10    # of a file, which holds outputs a few levels down
+LOG_BEGINNING = b'{"bench_version":'
 MAX_TEXT = 4000      # characters kept of an error's message, and of a reply that could not be used
 
 Answer = namedtuple("Answer", "output metadata")
@@ -70,8 +72,12 @@ def encode(value, sort_keys=False):
     A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape: the two look the same.
     Raises TypeError, ValueError or RecursionError where `value` is not a JSON value.
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=sort_keys, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return (_CANONICAL if sort_keys else _COMPACT).encode(value).encode("utf-8", "backslashreplace")
+
+
+_COMPACT, _CANONICAL = (json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, sort_keys=sort_keys,
+                                         separators=(",", ":"))    # a circle shows as endless depth
+                        for sort_keys in (False, True))
 
 
 def sha256_json(value):
@@ -110,7 +116,10 @@ def parse_json(text, nesting=MAX_NESTING):
     reader raises a plain ValueError for an integer of too many digits, which must not pass for a rejection.)
     """
     try:
-        value = _DECODER.decode(text)
+        text = text.strip(" \t\n\r")
+        value, end = _DECODER.raw_decode(text)
+        if end != len(text):
+            raise json.JSONDecodeError("more than one value", "", end)
         if text.count("[") + text.count("{") > nesting and _nested_deeper(value, nesting):
             raise ValueError(f"nested more than {nesting} levels deep")
     except json.JSONDecodeError:
@@ -136,9 +145,11 @@ def write(path, chunks, over=True):
     """Write a whole file or nothing: the strings go to a file beside it, which then takes its place.
 
     Its folder is made where it is missing. With `over` false, a file that is there already stays as it is.
-    Raises RunError, naming the file, where it cannot be written.
+    Raises RunError, naming the file, where it cannot be written, and where a trial log would be written over.
     """
     try:
+        if over and os.path.isfile(path) and is_log(path):
+            raise RunError(f"{path} is a trial log, the original record; name another file to write")
         if os.path.exists(path) and not os.path.isfile(path):    # /dev/stdout, a pipe: written to, never replaced
             with open(path, "w", encoding="utf-8", newline="\n", errors="backslashreplace") as file:
                 file.writelines(chunks)
@@ -148,11 +159,19 @@ def write(path, chunks, over=True):
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def is_log(path):
+    """True if a file is named or begins as a trial log does."""
+    with open(path, "rb") as file:
+        return str(path).endswith(".jsonl") or file.read(len(LOG_BEGINNING)) == LOG_BEGINNING
+
+
 def _write_beside(path, chunks, put_in_place):
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(beside, "w", encoding="utf-8", newline="\n", errors="backslashreplace") as file:
+            if path.exists():
+                os.chmod(beside, path.stat().st_mode)
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
@@ -213,7 +232,7 @@ def import_module(name):
         if not f"{name}.".startswith(f"{error.name}."):
             raise RunError(f"module {name} needs {error.name}, which is not installed") from None
         raise RunError(f"there is no module {name} in {here} or {HERE}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RunError(f"module {name} cannot be imported: {type(error).__name__}: {error}") from None
     finally:
         sys.path.remove(here)
@@ -227,9 +246,9 @@ def load_task(name):
             isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and callable(pair[1])
             for pair in checks)):
         raise RunError(f"task {name} needs CHECKS, a tuple of (name, check) pairs")
-    # Universal newlines, so that a checkout with Windows line ends has the same digest.
-    source = Path(module.__file__).read_text(encoding="utf-8")
-    return Task(name, hashlib.sha256(source.encode("utf-8")).hexdigest(), checks)
+    # Line ends made alike, so that a checkout with Windows line ends has the same digest.
+    source = Path(module.__file__).read_bytes().replace(b"\r\n", b"\n")
+    return Task(name, hashlib.sha256(source).hexdigest(), checks)
 
 
 def load_cases(path, task):
@@ -377,6 +396,8 @@ def plan(case_set, splits, trials, include_held_out=False):
 def seed_of(system, trial):
     """Return the seed of a trial: the same for every case and, unless a system says otherwise, every model."""
     seed = ask(system, "seed_for", trial)
+    if not (seed is None or type(seed) is int):
+        raise RunError(f"seed_for of system {system.name} returned {type(seed).__name__}, not an int")
     return SEED_BASE + trial if seed is None else seed
 
 
@@ -385,8 +406,9 @@ def call(system, case, trial):
 
     Raises what `respond` raises, and RunError where it returns no Answer.
     """
+    own_case = copy.deepcopy(case)    # which it may change without changing the next trial's
     started = time.perf_counter()
-    answer = system.respond(case, trial)
+    answer = system.respond(own_case, trial)
     latency_s = time.perf_counter() - started
     if not isinstance(answer, Answer):
         raise RunError(f"system {system.name} returned {type(answer).__name__}, not an Answer, "
@@ -403,7 +425,7 @@ def ask(system, method, *args):
         return getattr(system, method)(*args) if hasattr(system, method) else None
     except (RunError, Unavailable, Busy):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RunError(f"{method} of system {system.name} raised {type(error).__name__}: {error}") from None
 
 
@@ -430,10 +452,15 @@ def attempt(system, case, trial):
 
 def failed(error, latency_s, system, trial):
     """Return the result of a trial that raised `error`, with the seed, so that the trial can be run again alone."""
+    if type(error).__name__ == "NotRun":    # the word for a trial that the log lacks
+        error = UnloggableOutput(f"the system raised an exception of the reserved name NotRun: {error}")
     described, seed = {"types": error_types(error), "message": _readable_back(error)}, {"seed": seed_of(system, trial)}
-    if getattr(error, "text", None) is not None:
-        described["text"] = _readable_back(error.text)
-    metadata = getattr(error, "metadata", None)
+    try:
+        text, metadata = getattr(error, "text", None), getattr(error, "metadata", None)
+    except Exception:    # a property of the system's own that fails
+        text = metadata = None
+    if text is not None:
+        described["text"] = _readable_back(text)
     result = {"error": described, "metadata": seed | metadata if isinstance(metadata, dict) else seed,
               "latency_s": round(latency_s, 6)}
     return result if _reads_back(result) is None else result | {"metadata": seed}
@@ -597,6 +624,8 @@ def grade_recording(recording, case_set, task, source):
     if not isinstance(recording, dict) or "regraded_from" not in recording \
             or not all(isinstance(recording.get(key), kind) for key, kind in keys.items()):
         raise RunError(f"{source} is not a recording (`bench.py --convert` writes one)")
+    if fault := plan_fault(recording):
+        raise RunError(f"{source}: {fault}")
     of_case_set(recording, case_set, source)
     cases = {case["id"]: case for case in in_splits(case_set, recording["splits"], include_held_out=True)}
     digest, results, seen = TrialDigest(recording["trials"]), [], set()
@@ -610,6 +639,17 @@ def grade_recording(recording, case_set, task, source):
     if len(seen) != len(cases) * recording["trials"]:
         raise RunError(f"{source} holds {len(seen)} of {len(cases) * recording['trials']} planned trials")
     return {"manifest": manifest(recording, case_set, task, digest.hexdigest()), "results": results}
+
+
+def plan_fault(made_with):
+    """Return what is wrong with the plan of a log's header, a recording or a manifest, or None."""
+    trials, splits = made_with["trials"], made_with["splits"]
+    if not (type(trials) is int and 1 <= trials <= MAX_TRIALS):
+        return f"`trials` is {trials!r}"
+    if not splits or [split for split in splits if split not in SPLITS]:
+        return f"`splits` is {splits!r}"
+    fault = identity_fault(made_with["system"])
+    return f"`system`: {fault}" if fault else None
 
 
 def row_fault(row, case_ids, trials):
@@ -632,7 +672,7 @@ def row_fault(row, case_ids, trials):
                 and isinstance(error.get("text", ""), str)):
             return "`error` is `types` (a list of class names) and `message`"
     latency_s = row.get("latency_s", "missing")
-    if not (type(latency_s) in (int, float) and latency_s >= 0 or (latency_s is None and is_not_run(row))):
+    if not (type(latency_s) in (int, float) and 0 <= latency_s < 1e9 or (latency_s is None and is_not_run(row))):
         return "`latency_s` must be a number of seconds"
     return None
 
@@ -663,11 +703,12 @@ def printable(text):
 
 def run_command(main):
     """Run a script's main() and return its exit status. Known trouble becomes one line `error: ...` and a 1."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):    # None where it was closed
         stream.reconfigure(errors="backslashreplace")    # a console that lacks a character still shows the rest
     try:
         status = main()
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
         return status
     except (RunError, Unavailable, Busy) as error:
         message = str(error)
@@ -675,7 +716,7 @@ def run_command(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        message = f"{error.filename or 'standard output'}: {error.strerror}"
     except KeyboardInterrupt:
         return 130
     print("error:", printable(" ".join(message.split())), file=sys.stderr)

@@ -88,10 +88,11 @@ class BadRequest(ReplyError):
 
 
 def message_of(case):
-    """Return the case's message. Raises ValueError where it is blank or missing."""
-    if not (isinstance(case["input"], str) and case["input"].strip()):
+    """Return the case's message, or its JSON where it is no text. Raises ValueError where it is blank or missing."""
+    message = case["input"]
+    if message is None or isinstance(message, str) and not message.strip():
         raise ValueError("the message is blank or missing")
-    return case["input"]
+    return message if isinstance(message, str) else json.dumps(message, ensure_ascii=False)
 
 
 # --- the embedded model -----------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class EmbeddedSystem:
         """Draw an answer. Raises ValueError for a blank or missing message."""
         message, seed = message_of(case), harness.SEED_BASE + trial
         words = re.findall(r"[a-z]+", message.lower())
-        draw = random.Random(f"{seed}:{message}")
+        draw = random.Random(f"{seed}:{message}".encode("utf-8", "backslashreplace"))
         temperature = self.sampling["temperature"]
         scores = [sum(self.WORDS[category].get(word, 0) for word in words) for category in CATEGORIES]
         weights = [math.exp((score - max(scores)) / temperature) for score in scores]

@@ -35,6 +35,7 @@ FEW_LATENCIES = 100
 MOST_CELLS = 20_000    # more are shown as a bar for each case
 MOST_EXACT_STEPS = 20_000_000
 SIGN_SAMPLES = 9999
+MOST_KNOWN = 10_000
 
 
 # --- metrics ----------------------------------------------------------------------------------------------
@@ -162,8 +163,8 @@ def outcome(result):
 # --- reading ----------------------------------------------------------------------------------------------
 
 def read(path, case_set, task, regrade=False):
-    """Return (manifest, results) of a trial log (.jsonl) or a run record."""
-    return from_log(path, case_set, task, regrade) if str(path).endswith(".jsonl") else from_run_record(path, case_set)
+    """Return (manifest, results) of a trial log or a run record."""
+    return from_log(path, case_set, task, regrade) if harness.is_log(path) else from_run_record(path, case_set)
 
 
 def from_log(path, case_set, task, regrade=False):
@@ -197,6 +198,8 @@ def from_run_record(path, case_set):
     record = harness.read_json(path)
     try:
         manifest, results = record["manifest"], record["results"]
+        if fault := next(filter(None, (harness.plan_fault(manifest), *map(bench.session_fault, manifest["sessions"]))), None):
+            raise RunError(f"{path}: its manifest: {fault}")
         harness.of_case_set({"case_set_sha256": manifest["case_set"]["sha256"],
                              "inputs_sha256": manifest["case_set"]["inputs_sha256"]}, case_set, path)
         case_ids = {case["id"] for case in harness.in_splits(case_set, manifest["splits"])}
@@ -206,13 +209,10 @@ def from_run_record(path, case_set):
         seen = {(result["case_id"], result["trial"]) for result in results}
         if not len(seen) == len(results) == len(case_ids) * manifest["trials"]:
             raise RunError(f"{path} does not hold each planned trial of {case_set['file']} once")
-        faults = [harness.identity_fault(manifest["system"]), *map(bench.session_fault, manifest["sessions"])]
-        if fault := next(filter(None, faults), None):
-            raise RunError(f"{path}: its manifest: {fault}")
         needed = ("run_id", "system", "task", "trials", "splits", "sessions", "regraded_from", "recording_sha256")
         return {key: manifest[key] for key in needed}, results
     except (TypeError, LookupError, AttributeError):
-        raise RunError(f"{path} is not a run record (`harness.py run` writes one); a trial log ends in .jsonl") from None
+        raise RunError(f"{path} is not a run record (`harness.py run` writes one); nor a trial log") from None
 
 
 # --- one system -------------------------------------------------------------------------------------------
@@ -224,6 +224,7 @@ def summarize(source, manifest, results, case_set, prices=(None, None)):
     marks = {case["id"]: bytearray(MARKS["not run"] * trials, "ascii") for case in cases}
     outcomes, outputs = {case["id"]: Counter() for case in cases}, {case["id"]: array("q") for case in cases}
     failures, errors, latencies, named, usage = Counter(), Counter(), array("d"), set(), Usage()
+    known = {}    # an output as Python writes it -> 8 bytes of its own: most outputs come again and again
     for result in results:
         case_id, metadata = result["case_id"], result["metadata"]
         word = outcome(result)
@@ -236,9 +237,15 @@ def summarize(source, manifest, results, case_set, prices=(None, None)):
             errors[result["error"]["types"][0]] += 1
         if result["error"] is None:
             latencies.append(metadata["recorded_latency_s"])
-            outputs[case_id].append(hash(harness.encode(result["output"], sort_keys=True)))
+            written = repr(result["output"])
+            if written not in known:
+                if len(known) > MOST_KNOWN:
+                    known.clear()
+                known[written] = hash(harness.encode(result["output"], sort_keys=True))
+            outputs[case_id].append(known[written])
         usage.add(metadata)
-        named.add(tuple(name if isinstance(name := metadata.get(key), str) else None for key in ("model", "server")))
+        model, server = metadata.get("model"), metadata.get("server")
+        named.add((model if isinstance(model, str) else None, server if isinstance(server, str) else None))
     per_case = {case["id"]: {"class": case["class"], "critical": case.get("critical", False),
                              **counts_of(marks[case["id"]].decode()), "distinct_outputs": len(set(outputs[case["id"]])),
                              "outcomes": dict(outcomes[case["id"]].most_common())} for case in cases}
@@ -509,10 +516,10 @@ def against_baseline(system, baseline, path):
             raise RunError(f"{path} is of another case set")
         if not older:
             raise RunError(f"{path} has no system {system['system']['name']}")
-        compared = compare(older[-1], system)
-        behind = [case_id for case_id, counts in system["per_case"].items()
-                  if counts["pass"] * older[-1]["trials_per_case"] < older[-1]["per_case"].get(case_id, counts)["pass"]
-                  * system["trials_per_case"]]
+        older = next((one for one in older if not one["not_run"]), older[-1])    # a whole one, where there is one
+        compared = compare(older, system)
+        behind = [case_id for case_id, counts in system["per_case"].items() if counts["pass"] * older["trials_per_case"]
+                  < older["per_case"].get(case_id, counts)["pass"] * system["trials_per_case"]]
     except (TypeError, LookupError, AttributeError):
         raise RunError(f"{path} is not a report of this version ({REPORT_VERSION})") from None
     met = "refused" not in compared and not (compared["difference"] < 0 and compared["on_these_cases"]["p"] < 0.05)
@@ -553,7 +560,7 @@ def headline(system):
     yield from (f"note: {note}" for note in system["notes"])
     for title, key in (("failed at", "failures_by_check"), ("incomplete by", "incomplete_by_error")):
         if system[key]:
-            yield f"{title}: " + ", ".join(f"{name} {count}" for name, count in system[key].items())
+            yield f"{title}: " + words(system[key])
 
 
 def figures(system):
@@ -561,7 +568,7 @@ def figures(system):
     for title, key in (("flaky", "flaky_cases"), ("never passed", "never_passed")):
         yield f"{title}: " + (", ".join(system[key]) or "none")
     if system["outcomes"]["critical"]:
-        yield "critical cases: " + ", ".join(f"{word} {count}" for word, count in system["outcomes"]["critical"].items())
+        yield "critical cases: " + words(system["outcomes"]["critical"])
     if system["curve"] is None:
         yield f"no pass@k and no pass^k: {system['not_run']} planned trials were not run"
     else:
@@ -625,6 +632,24 @@ def decision_line(decision):
            + (f"; cases behind it: {', '.join(decision['cases'])}" if decision["cases"] and not decision["met"] else "")
 
 
+def words(counts):
+    """Return outcomes and their counts as text."""
+    return ", ".join(f"{word} {count}" for word, count in counts.items())
+
+
+def sections(report):
+    """Yield the title and the lines of what follows the systems, where there is any."""
+    for title, lines in (("Comparisons", [line for one in report["comparisons"] for line in comparison_lines(one)]),
+                         ("Decisions", [decision_line(one) for one in report["decisions"]])):
+        if lines:
+            yield title, lines
+
+
+def failures_title(system, escape):
+    """Return the title of a system's failures."""
+    return f"Failed and incomplete trials of {escape(system['system']['name'])} ({escape(system['source'])})"
+
+
 def said(result):
     """Return what a trial returned: its output as JSON, or the text that could not be used, or nothing."""
     if result["error"] is None:
@@ -644,7 +669,15 @@ def trial_lines(result):
 
 def md(text):
     """Return a text that GitHub's Markdown shows as it is: each character that could be markup is an entity."""
-    return re.sub(r"[^A-Za-z0-9 .,\u0080-\uffff\U00010000-\U0010ffff]", lambda c: f"&#{ord(c[0])};", harness.printable(text))
+    plain = r"[^A-Za-z0-9 .,\u0080-\uffff\U00010000-\U0010ffff]"
+    return re.sub(plain, lambda found: f"&#{ord(found[0])};", harness.printable(text))
+
+
+def md_table(head, rows):
+    """Yield a table in Markdown."""
+    for row in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(map(str, row))} |\n"
+    yield "\n"
 
 
 def markdown(report, failures):
@@ -654,24 +687,18 @@ def markdown(report, failures):
         yield f"## {md(system['system']['name'])}\n\n{md(system['system']['model'])}, {system['cases']} cases x " \
               f"{system['trials_per_case']} trials, from {md(system['source'])}\n\n"
         yield "".join(f"- {md(line)}\n" for line in (*headline(system), *figures(system))) + "\n"
-        yield "| case | class | passed | 95 % interval | outcomes | trials |\n| --- | --- | --- | --- | --- | --- |\n"
-        for case_id, counts in system["per_case"].items():
-            words = ", ".join(f"{word} {count}" for word, count in counts["outcomes"].items())
-            marks = counts["marks"] if len(counts["marks"]) <= 100 else counts["marks"][:100] + "..."
-            yield f"| {md(case_id)} | {md(counts['class'])} | {counts['pass']}/{system['trials_per_case']} | " \
-                  f"{percent(counts['interval_95'])} | {md(words)} | <code>{md(marks)}</code> |\n"
-        yield "\n"
-    for title, lines in (("Comparisons", [line for one in report["comparisons"] for line in comparison_lines(one)]),
-                         ("Decisions", map(decision_line, report["decisions"]))):
-        if lines := "".join(f"- {md(line.strip())}\n" for line in lines):
-            yield f"## {title}\n\n{lines}\n"
+        yield from md_table(("case", "class", "passed", "95 % interval", "outcomes", "trials"), [
+            (md(case_id), md(counts["class"]), f"{counts['pass']}/{system['trials_per_case']}",
+             percent(counts["interval_95"]), md(words(counts["outcomes"])),
+             f"<code>{md(counts['marks'][:100] + '...' * (len(counts['marks']) > 100))}</code>")
+            for case_id, counts in system["per_case"].items()])
+    for title, lines in sections(report):
+        yield f"## {title}\n\n" + "".join(f"- {md(line.strip())}\n" for line in lines) + "\n"
     for system, results in failures:
-        yield f"## Failed and incomplete trials of {md(system['system']['name'])} ({md(system['source'])})\n\n"
-        yield "| case | trial | outcome | reason | output or text |\n| --- | --- | --- | --- | --- |\n"
-        for result in results:
-            yield f"| {md(result['case_id'])} | {result['trial']} | {outcome(result)} | {md(result['reason'][:500])} | " \
-                  f"<code>{md(said(result)[:500])}</code> |\n"
-        yield "\n"
+        yield f"## {failures_title(system, md)}\n\n"
+        yield from md_table(("case", "trial", "outcome", "reason", "output or text"), (
+            (md(result["case_id"]), result["trial"], outcome(result), md(result["reason"][:500]),
+             f"<code>{md(said(result)[:500])}</code>") for result in results))
 
 
 # --- to look at: HTML -------------------------------------------------------------------------------------
@@ -727,69 +754,68 @@ def h(text):
     return html.escape(harness.printable(str(text)))
 
 
+def items(lines):
+    """Return lines as an HTML list."""
+    return "<ul>" + "".join(f"<li>{h(line.strip())}</li>\n" for line in lines) + "</ul>\n"
+
+
+def table(title, head, rows, kind="list"):
+    """Return an HTML table. The cells of `rows` are HTML already; the first of each row is its head."""
+    body = "".join("<tr><th scope=row>" + "".join(f"{cell}<td>" for cell in row[:-1]) + f"{row[-1]}</tr>\n" for row in rows)
+    top = f"<thead><tr>{''.join(f'<th>{name}' for name in head)}</tr></thead>" if head else ""
+    return (f"<h3>{title}</h3>\n" if title else "") \
+        + f"<div class=scroll><table class={kind}>{top}<tbody>\n{body}</tbody></table></div>\n"
+
+
 def page(report, cells, latencies, failures):
     """Yield the report as one page that needs nothing from elsewhere.
 
     `cells` maps (place of a system, case id, trial) to the text of a trial, or is None where there are too many;
     `latencies` holds each system's, ascending; `failures` is as in `markdown`.
     """
-    shown, numbers = [], {}
-    for key, text in (cells or {}).items():
-        numbers[key] = len(shown)
-        shown.append(text)
-    yield f"<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{h(report['case_set']['name'])}</title>\n" \
-          f"<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<style>{STYLE}</style></head><body><main>\n" \
-          f"<h1>{h(report['case_set']['name'])}</h1>\n<p>Each mark is one trial: " \
-          + ", ".join(f"<b>{h(mark)}</b> {verdict}" for verdict, mark in MARKS.items()) \
-          + (". Point at one, tap it or reach it with the Tab key to see what came back.</p>\n" if cells is not None else
-             f". There are more than {MOST_CELLS} trials, so a bar for each case stands in for its marks.</p>\n")
+    numbers = None if cells is None else {key: number for number, key in enumerate(cells)}
+    yield f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{h(report['case_set']['name'])}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body><main>
+<h1>{h(report['case_set']['name'])}</h1>
+<p>Each mark is one trial: {", ".join(f"<b>{h(mark)}</b> {verdict}" for verdict, mark in MARKS.items())}. """
+    yield f"There are more than {MOST_CELLS} trials, so a bar for each case stands in for its marks.</p>\n" \
+        if cells is None else "Point at one, tap it or reach it with the Tab key to see what came back.</p>\n"
     for place, system in enumerate(report["systems"]):
-        yield f"<section>\n<h2>{h(system['system']['name'])}</h2>\n" \
-              f"<p>{h(system['system']['model'])}, {system['cases']} cases x {system['trials_per_case']} trials, " \
-              f"from {h(system['source'])}</p>\n"
-        yield grid(place, system, numbers if cells is not None else None)
+        yield f"<section>\n<h2>{h(system['system']['name'])}</h2>\n<p>{h(system['system']['model'])}, {system['cases']} " \
+              f"cases x {system['trials_per_case']} trials, from {h(system['source'])}</p>\n"
+        yield grid(place, system, numbers)
         yield "".join(f"<p{' class=note' if line.startswith('note: ') else ''}>{h(line)}</p>\n" for line in headline(system))
-        yield curves_svg(system) + intervals_table(system) + latency_svg(latencies[place])
-        yield "<h3>Figures</h3>\n" + items(line for line in figures(system) if not re.match(r"k |pass|  ", line))
+        yield curves_svg(system) + cases_table(system) + latency_svg(latencies[place]) + "<h3>Figures</h3>\n"
+        yield items(line for line in figures(system) if not re.match(r"k |pass|  ", line))
         yield outcomes_table(system) + plan_table(system) + "</section>\n"
-    for title, lines in (("Comparisons", [line for one in report["comparisons"] for line in comparison_lines(one)]),
-                         ("Decisions", [decision_line(one) for one in report["decisions"]])):
-        yield f"<section><h2>{title}</h2>\n{items(lines)}</section>\n" if lines else ""
+    for title, lines in sections(report):
+        yield f"<section><h2>{title}</h2>\n{items(lines)}</section>\n"
     for system, results in failures:
-        yield f"<details><summary>Failed and incomplete trials of {h(system['system']['name'])} ({h(system['source'])})" \
-              "</summary>\n<div class=scroll><table class=list><thead><tr><th>case<th>trial<th>outcome<th>reason<th>output or " \
-              "text</tr></thead><tbody>\n"
-        for result in results:
-            yield f"<tr><th>{h(result['case_id'])}<td>{result['trial']}<td>{outcome(result)}<td>{h(result['reason'][:500])}" \
-                  f"<td><code>{h(said(result)[:500])}</code></tr>\n"
-        yield "</tbody></table></div></details>\n"
-    data = json.dumps(shown).replace("<", "\\u003c")
+        yield f"<details><summary>{failures_title(system, h)}</summary>\n"
+        yield table("", ("case", "trial", "outcome", "reason", "output or text"), (
+            (h(result["case_id"]), result["trial"], outcome(result), h(result["reason"][:500]),
+             f"<code>{h(said(result)[:500])}</code>") for result in results)) + "</details>\n"
+    data = json.dumps(list((cells or {}).values())).replace("<", "\\u003c")
     yield "</main>\n<p id=shown aria-live=polite hidden></p>\n" \
           f"<script type=\"application/json\" id=cells>{data}</script>\n<script>{SCRIPT}</script>\n</body></html>\n"
-
-
-def items(lines):
-    """Return lines as an HTML list."""
-    return "<ul>" + "".join(f"<li>{h(line.strip())}</li>\n" for line in lines) + "</ul>\n"
 
 
 def grid(place, system, numbers):
     """Return the grid: a row a case with a cell a trial, or with one bar where `numbers` is None."""
     kinds = {mark: verdict.replace(" ", "-") for verdict, mark in MARKS.items()}
-    rows = []
-    for case_id, counts in system["per_case"].items():
+
+    def cells(case_id, marks):
         if numbers is None:
-            shares = [(kinds[mark], mark, counts["marks"].count(mark)) for mark in kinds]
-            cells = "<div class=bar>" + "".join(
-                f"<span class={kind} style=\"width:{100 * count / len(counts['marks']):.3f}%\">{h(mark)}</span>"
-                for kind, mark, count in shares if count) + "</div>"
-        else:
-            cells = "<div class=cells>" + "".join(
-                f"<button class={kinds[mark]} data-cell={numbers[place, case_id, trial]} "
-                f"aria-label=\"{h(case_id)}, trial {trial}: {kinds[mark]}\">{h(mark)}</button>"
-                for trial, mark in enumerate(counts["marks"])) + "</div>"
-        rows.append(f"<tr><th scope=row>{h(case_id)}<td class=n>{counts['pass']}/{system['trials_per_case']}<td class=c>{cells}</tr>\n")
-    return "<table class=grid><thead><tr><th>case<th>passed<th>trials</tr></thead><tbody>\n" + "".join(rows) + "</tbody></table>\n"
+            shares = [(mark, marks.count(mark)) for mark in kinds if mark in marks]
+            return "<div class=bar>" + "".join(f"<span class={kinds[mark]} style=\"width:{100 * count / len(marks):.3f}%\">"
+                                               f"{h(mark)}</span>" for mark, count in shares) + "</div>"
+        return "<div class=cells>" + "".join(
+            f"<button class={kinds[mark]} data-cell={numbers[place, case_id, trial]} aria-label=\"{h(case_id)}, trial "
+            f"{trial}: {kinds[mark]}\">{h(mark)}</button>" for trial, mark in enumerate(marks)) + "</div>"
+    return table("", ("case", "passed", "trials"), [
+        (h(case_id), f"{counts['pass']}/{system['trials_per_case']}", cells(case_id, counts["marks"]))
+        for case_id, counts in system["per_case"].items()], "grid")
 
 
 def curves_svg(system):
@@ -811,41 +837,43 @@ def curves_svg(system):
     for name, kind, label in (("pass_at_k", "at", "pass@k"), ("pass_power_k", "power", "pass^k")):
         band = [(k, system["curve_interval_95"][str(k)][name]) for k in range(1, n + 1)]
         if band[0][1]:
-            around = points([(k, ends[1]) for k, ends in band] + [(k, ends[0]) for k, ends in reversed(band)])
-            parts.append(f"<polygon class={kind}-band points=\"{around}\" />")
-        line = points([(k, system["curve"][str(k)][name]) for k in range(1, n + 1)])
-        parts.append(f"<polyline class={kind} points=\"{line}\" />"
-                     f"<text x=526 y={y(system['curve'][str(n)][name]) + 4:.0f}>{label}</text>")
-    ticks = sorted({1, n} | {k for k in SHOWN_K if k < n * 0.93})
-    parts += [f"<text x={x(k):.0f} y=208 text-anchor=middle>{k}</text>" for k in ticks]
+            around = [(k, ends[1]) for k, ends in band] + [(k, ends[0]) for k, ends in reversed(band)]
+            parts.append(f"<polygon class={kind}-band points=\"{points(around)}\" />")
+        line = [(k, system["curve"][str(k)][name]) for k in range(1, n + 1)]
+        parts.append(f"<polyline class={kind} points=\"{points(line)}\" />"
+                     f"<text x=526 y={y(line[-1][1]) + 4:.0f}>{label}</text>")
+    parts += [f"<text x={x(k):.0f} y=208 text-anchor=middle>{k}</text>"
+              for k in sorted({1, n} | {k for k in SHOWN_K if k < n * 0.93})]
     return "<h3>pass@k and pass^k, with 95 % bands over cases</h3>\n<svg role=img viewBox=\"0 0 580 224\" width=580 " \
-           f"aria-label=\"pass@k and pass^k for k from 1 to {n}\">{''.join(parts)}<text x=280 y=222 text-anchor=middle>k</text></svg>\n"
+           f"aria-label=\"pass@k and pass^k for k from 1 to {n}\">{''.join(parts)}" \
+           "<text x=280 y=222 text-anchor=middle>k</text></svg>\n"
 
 
-def intervals_table(system):
+def cases_table(system):
     """Return each case's pass rate with its interval, drawn and in figures."""
-    rows = []
-    for case_id, counts in system["per_case"].items():
-        low, high = counts["interval_95"] or (0, 0)
-        drawn = f"<line class=axis x1={5 + 200 * low:.1f} x2={5 + 200 * high:.1f} y1=9 y2=9 /><circle class=dot r=4 cy=9 " \
-                f"cx={5 + 200 * counts['pass_rate']:.1f} />" if counts["interval_95"] else ""
-        rows.append(f"<tr><th scope=row>{h(case_id)}{' (critical)' if counts['critical'] else ''}<td>{h(counts['class'])}<td class=n>"
-                    f"{'not run' if counts['pass_rate'] is None else counts['pass_rate']}<td><svg viewBox=\"0 0 210 18\" width=210 "
-                    f"aria-hidden=true><line class=guide x1=5 x2=205 y1=9 y2=9 />{drawn}</svg><td class=n>"
-                    f"{percent(counts['interval_95'])}<td class=n>{counts['distinct_outputs']}</tr>\n")
-    return "<h3>Cases</h3>\n<div class=scroll><table class=list><thead><tr><th>case<th>class<th>pass rate<th>0 to 1<th>95 % interval" \
-           "<th>distinct outputs</tr></thead><tbody>\n" + "".join(rows) + "</tbody></table></div>\n"
+    def drawn(counts):
+        line = "<svg viewBox=\"0 0 210 18\" width=210 aria-hidden=true><line class=guide x1=5 x2=205 y1=9 y2=9 />"
+        if counts["interval_95"]:
+            low, high = (5 + 200 * end for end in counts["interval_95"])
+            line += f"<line class=axis x1={low:.1f} x2={high:.1f} y1=9 y2=9 />" \
+                    f"<circle class=dot r=4 cy=9 cx={5 + 200 * counts['pass_rate']:.1f} />"
+        return line + "</svg>"
+    return table("Cases", ("case", "class", "pass rate", "0 to 1", "95 % interval", "distinct outputs"), [
+        (h(case_id) + " (critical)" * counts["critical"], h(counts["class"]),
+         "not run" if counts["pass_rate"] is None else counts["pass_rate"], drawn(counts),
+         percent(counts["interval_95"]), counts["distinct_outputs"]) for case_id, counts in system["per_case"].items()])
 
 
 def latency_svg(ordered):
-    """Return the latencies as a strip of ticks, of at most 400 of them evenly spaced by rank."""
+    """Return the latencies as a strip of ticks, of at most some 400 of them evenly spaced by rank."""
     if not ordered:
         return ""
-    some, longest = ordered[::max(1, len(ordered) // 400)], ordered[-1] or 1e-9
-    marks = "".join(f"<line class=axis x1={10 + 500 * value / longest:.1f} x2={10 + 500 * value / longest:.1f} y1=6 y2=24 />"
-                    for value in (*some, ordered[-1]))
-    return "<h3>Latency of each answer</h3>\n<svg role=img aria-label=\"latencies\" viewBox=\"0 0 580 44\" width=580><line class=guide x1=10 x2=510 y1=24 " \
-           f"y2=24 />{marks}<text x=10 y=40>0</text><text x=510 y=40 text-anchor=end>{longest:.3g} s</text></svg>\n"
+    longest = ordered[-1] or 1e-9
+    ticks = "".join(f"<line class=axis x1={10 + 500 * value / longest:.1f} x2={10 + 500 * value / longest:.1f} y1=6 y2=24 />"
+                    for value in (*ordered[::max(1, len(ordered) // 400)], longest))
+    return "<h3>Latency of each answer</h3>\n<svg role=img aria-label=latencies viewBox=\"0 0 580 44\" width=580>" \
+           f"<line class=guide x1=10 x2=510 y1=24 y2=24 />{ticks}<text x=10 y=40>0</text>" \
+           f"<text x=510 y=40 text-anchor=end>{longest:.3g} s</text></svg>\n"
 
 
 def outcomes_table(system):
@@ -853,24 +881,21 @@ def outcomes_table(system):
     groups = {"all cases": system["outcomes"]["all"], **system["outcomes"]["by_class"]}
     if system["outcomes"]["critical"]:
         groups["critical cases"] = system["outcomes"]["critical"]
-    rows = "".join(f"<tr><th scope=row>{h(name)}<td>" + h(", ".join(f"{word} {count}" for word, count in counts.items()))
-                   + "</tr>\n" for name, counts in groups.items())
-    return f"<h3>Outcomes</h3>\n<table class=list><tbody>\n{rows}</tbody></table>\n"
+    return table("Outcomes", (), [(h(name), h(words(counts))) for name, counts in groups.items()])
 
 
 def plan_table(system):
     """Return what was frozen: who was asked what and how, on which machine."""
-    identity, rows = system["system"], []
-    facts = [("model", identity["model"]), ("prompt", f"{identity['prompt'].get('name')} {identity['prompt'].get('sha256')}")]
-    facts += [(f"sampling: {key}", json.dumps(value)) for key, value in identity["sampling"].items()]
-    facts += [("task", f"{system['task']['name']} {system['task']['sha256']}"), ("case set", system["case_set_sha256"]),
-              ("recording", system["recording_sha256"]), ("run", system["run_id"])]
-    for session in system["sessions"]:
+    identity = system["system"]
+    facts = {"model": identity["model"], "prompt": f"{identity['prompt'].get('name')} {identity['prompt'].get('sha256')}"}
+    facts |= {f"sampling: {key}": json.dumps(value) for key, value in identity["sampling"].items()}
+    facts |= {"task": f"{system['task']['name']} {system['task']['sha256']}", "case set": system["case_set_sha256"],
+              "recording": system["recording_sha256"], "run": system["run_id"]}
+    for number, session in enumerate(system["sessions"]):
         machine = ", ".join(str(value) for value in session["environment"].values() if value)
-        facts.append(("session", f"{session.get('started_at') or session.get('resumed_at')}: {session['server'] or 'no server'}, "
-                                 f"{session['workers']} workers, {machine}"))
-    rows = "".join(f"<tr><th scope=row>{h(name)}<td><code>{h(value)}</code></tr>\n" for name, value in facts)
-    return f"<h3>The frozen plan</h3>\n<div class=scroll><table class=list><tbody>\n{rows}</tbody></table></div>\n"
+        facts[f"session {number}"] = f"{session.get('started_at') or session.get('resumed_at')}: " \
+                                     f"{session['server'] or 'no server'}, {session['workers']} workers, {machine}"
+    return table("The frozen plan", (), [(h(name), f"<code>{h(value)}</code>") for name, value in facts.items()])
 
 
 # --- command line -----------------------------------------------------------------------------------------

@@ -97,7 +97,11 @@ def factory(model, temperature=1.0):
 
 
 class BenchTest(unittest.TestCase):
-    """A test with a folder of its own, in which the real scripts are started."""
+    """A test with a folder of its own, in which the real scripts are started.
+
+    Where INSIDE is true they run by their own main in this process: for tests whose subject is what they write.
+    """
+    INSIDE = False
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -113,6 +117,8 @@ class BenchTest(unittest.TestCase):
 
     def run_script(self, script, *args, status=0, env=None, **kwargs):
         """Run a script to its end; return (stdout, stderr). Its exit status must be `status`."""
+        if self.INSIDE and not env and not kwargs:
+            return self.inside(sys.modules[script.removesuffix(".py")], *args, status=status)
         process = self.start(script, *args, env=env, **kwargs)
         out, err = process.communicate(timeout=60)
         self.assertNotIn("Traceback", err)
@@ -137,6 +143,9 @@ class BenchTest(unittest.TestCase):
             os.chdir(before)
             for number, handler in signals:
                 signal.signal(number, handler)
+            for name, module in list(sys.modules.items()):
+                if str(getattr(module, "__file__", None)).startswith(str(self.folder)):
+                    del sys.modules[name]    # the next test has its own
             for stream in (out, err):
                 stream.flush()
         out, err = (stream.buffer.getvalue().decode("utf-8") for stream in (out, err))
@@ -233,7 +242,7 @@ class MainJob(BenchTest):
         self.assertGreater(len({json.dumps(draw) for draw in draws}), 1)
 
     def test_system_name_makes_the_logs_name(self):
-        self.assertEqual(Path(bench.default_log("a b/c:d_E.1-x")).name, "a-b-c-d--.1-x.jsonl")
+        self.assertEqual(Path(bench.default_log(type("S", (), {"name": "a b/c:d_E.1-x"}))).name, "a-b-c-d--.1-x.jsonl")
 
     def test_module_is_looked_for_in_the_current_directory_first(self):
         (self.folder / "model_triage.py").write_text(SYSTEMS + "\nembedded = quick\n")
@@ -357,6 +366,7 @@ quick.respond = lambda case, trial: harness.Answer({}, {"model": f"m{trial}", "s
 
 class Refusals(BenchTest):
     """Bad input gets one clear line, exit status 1, and nothing is touched."""
+    INSIDE = True
 
     def refused_log(self, *args, system="systems:quick", **kwargs):
         before = self.log.read_bytes()
@@ -429,6 +439,29 @@ a.sampling, b.sampling = {"stop": None}, {}
         self.assertIn("takes no --temperature",
                       self.refused("bench.py", "--system", "model_triage:gemma", "--temperature", "0"))
 
+    def test_system_that_changes_the_case_changes_no_other_trial(self):
+        (self.folder / "changing.py").write_text(SYSTEMS + """
+def respond(case, trial):
+    answer = harness.Answer(case.get("expected"), {"input": case["input"]})
+    case.clear()
+    return answer
+quick.respond = respond
+""")
+        self.bench("--trials", 2, "--cases", self.cases_file(case()), system="changing:quick")
+        self.assertEqual([row["metadata"]["input"] for row in self.rows()], ["Hello", "Hello"])
+
+    def test_systems_that_do_not_keep_the_protocol_get_one_line(self):
+        for change, said in (("quick.seed_for = lambda trial: {1}\nquick.respond = None", "seed_for of system quick returned set"),
+                             ("quick.endpoint = 8080", "`endpoint` is int"), ("quick.server = object()", "`server` is object"),
+                             ("Quick.name = 5", "`name`"), ("Quick.sampling = {1, 2}", "`sampling`"),
+                             ("Quick.sampling = {'a': float('nan')}", "is not JSON"),
+                             ("quick.check_model = lambda: exit(0) if 0 else __import__('sys').exit(0)", "raised SystemExit")):
+            with self.subTest(change):
+                (self.folder / "odd_system.py").write_text(SYSTEMS + "\n" + change + "\n")
+                _, err = self.inside(bench, "--system", "odd_system:quick", "--log", self.log, "--trials", 1, status=1)
+                self.assertRegex(err, r"\Aerror: [^\n]+\n\Z")
+                self.assertIn(said, err)
+
     def test_system_that_returns_no_answer_or_fails_its_own_check(self):
         self.assertIn("not an Answer", self.bench_error("systems:no_answer"))
         self.assertIn("check_model of system quick raised ZeroDivisionError", self.bench_error("systems:rude"))
@@ -452,6 +485,21 @@ a.sampling, b.sampling = {"stop": None}, {}
             with self.subTest(args):
                 _, err = self.inside(bench, *args, status=2)
                 self.assertIn("usage:", err)
+
+    def test_output_keeps_the_mode_of_the_file_that_it_replaces(self):
+        self.bench("--trials", 1)
+        out = self.folder / "r.json"
+        self.run_script("bench.py", "--log", self.log, "--convert", out)
+        os.chmod(out, 0o600)
+        self.run_script("bench.py", "--log", self.log, "--convert", out)
+        self.assertEqual(out.stat().st_mode & 0o777, 0o600 if os.name == "posix" else out.stat().st_mode & 0o777)
+
+    def test_log_of_any_name_is_read_and_never_written_over(self):
+        self.bench("--trials", 1)
+        named = self.folder / "run.log"
+        self.log.rename(named)
+        self.report(named)
+        self.assertIn("is a trial log", self.refused("harness.py", "record", "--out", named))
 
     def test_output_never_goes_over_a_trial_log_or_an_input(self):
         self.bench("--trials", 1)
@@ -492,6 +540,7 @@ a.sampling, b.sampling = {"stop": None}, {}
 
 
 class CaseSets(BenchTest):
+    INSIDE = True
 
     def test_case_set_of_this_project_is_as_described(self):
         case_set = harness.load_cases(HERE / "cases.json", harness.load_task("triage_task"))
@@ -563,6 +612,7 @@ class CaseSets(BenchTest):
 
 
 class Grading(BenchTest):
+    INSIDE = True
 
     CHECKS = triage_task.CHECKS
 
@@ -664,7 +714,8 @@ class Grading(BenchTest):
         for change, said in ((lambda r: r["results"].pop(), "holds 8 of 9"),
                              (lambda r: r["results"].append(r["results"][0]), "result 10: an earlier result"),
                              (lambda r: r["results"][0].pop("output"), "result 1: a trial has exactly one"),
-                             (lambda r: r.pop("run_id"), "is not a recording"),
+                             (lambda r: r.pop("run_id"), "is not a recording"), (lambda r: r.update(trials=10 ** 30), "`trials`"),
+                             (lambda r: r.update(trials=0, results=[]), "`trials`"), (lambda r: r.update(system={}), "`system`"),
                              (lambda r: r.update(case_set_sha256="0" * 64), "--cases")):
             with self.subTest(said):
                 changed = json.loads(json.dumps(whole))
@@ -681,6 +732,10 @@ class Grading(BenchTest):
                              (lambda r: r["results"][3].update(metadata=[]), "result 4: `metadata`"),
                              (lambda r: r["results"][3].update(trial=7), "result 4: trial 7"),
                              (lambda r: r["manifest"].pop("run_id"), "is not a run record"),
+                             (lambda r: r["manifest"].update(trials=1.0), "`trials` is 1.0"),
+                             (lambda r: r["manifest"].update(system={}), "`system`: `name`"),
+                             (lambda r: r["results"][3].update(verdict="incomplete", reason="E: m"), "has an `error`"),
+                             (lambda r: r["results"][3]["metadata"].update(recorded_latency_s=10 ** 400), "`latency_s`"),
                              (lambda r: r.clear(), "is not a run record")):
             with self.subTest(said):
                 changed = json.loads(json.dumps(whole))
@@ -690,6 +745,7 @@ class Grading(BenchTest):
 
 
 class Numbers(BenchTest):
+    INSIDE = True
 
     def test_ten_trials_with_seven_passes(self):
         curve, _ = report.curve(10, [7])
@@ -776,6 +832,7 @@ ODD_LOGGED = 12
 
 class AnyBytes(BenchTest):
     """Whatever a model returns is logged as it is, or as an error that says why not, and read back."""
+    INSIDE = True
 
     def test_outputs_are_logged_or_refused_and_read_back_resumed_converted_graded_and_reported(self):
         (self.folder / "odd.py").write_text(ODD)
@@ -1036,6 +1093,49 @@ class Interrupts(BenchTest):
         self.assertIn("ran 1, not run 0", out)
         self.assertEqual(self.rows()[0]["error"]["types"], ["SystemExit"])
 
+    def test_log_that_is_changed_while_it_is_written_is_left_as_it_is(self):
+        process = self.start("bench.py", "--system", "systems:slow", "--log", self.log, env={"SLOW_S": "0.05"})
+        while not (self.log.exists() and self.log.read_bytes().count(b"\n") >= 3):
+            time.sleep(0.01)
+        with self.log.open("ab") as file:
+            file.write(b"my note\n")
+        _, err = process.communicate(timeout=20)
+        self.assertEqual(process.returncode, 1)
+        self.assertIn("was changed by something else while the run wrote to it", err)
+        self.assertIn(b"my note\n", self.log.read_bytes())
+
+    def test_signal_while_the_system_closes_still_has_its_exit_status(self):
+        (self.folder / "closing.py").write_text(SYSTEMS + "\nquick.close = lambda: print('closing', flush=True) or time.sleep(60)\n")
+        process = self.start("bench.py", "--system", "closing:quick", "--log", self.log, "--trials", 1)
+        self.assertIn("ran 9", process.stdout.readline())
+        self.assertEqual(process.stdout.readline(), "closing\n")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+        self.assertEqual((process.returncode, err), (143, ""))
+
+    def test_lock_is_not_held_by_a_child_of_the_system(self):
+        (self.folder / "forks.py").write_text(SYSTEMS + """
+def respond(case, trial):
+    if os.fork() == 0:
+        os.close(1), os.close(2)
+        time.sleep(30)
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+quick.respond = respond
+""")
+        self.start("bench.py", "--system", "forks:quick", "--log", self.log, "--trials", 1).communicate(timeout=20)
+        out, _ = self.bench("--trials", 1)
+        self.assertIn("ran 9, not run 0", out)
+
+    def test_log_that_is_no_regular_file_is_refused(self):
+        os.mkfifo(self.folder / "pipe")
+        self.assertIn("not a regular file", self.refused("bench.py", "--system", "systems:quick", "--log", self.folder / "pipe"))
+
+    def test_closed_standard_output_does_no_harm(self):
+        process = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *PYTHON, str(HERE / "bench.py"), "--log", str(self.log)],
+                                 cwd=self.folder, env=ENVIRONMENT, stderr=subprocess.PIPE, encoding="utf-8")
+        self.assertEqual((process.returncode, process.stderr, len(self.rows())), (0, "", 90))
+
     def test_signal_that_is_ignored_stays_ignored(self):
         returned, out, _ = self.interrupted(signal.SIGHUP, "--trials", 1, env={"SLOW_S": "0.02"},
                                             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
@@ -1065,7 +1165,7 @@ class Interrupts(BenchTest):
             with open("/dev/full", "w") as full:
                 process = subprocess.run([*PYTHON, str(HERE / "outputs_digest.py"), str(self.log)], stdout=full,
                                          stderr=subprocess.PIPE, env=ENVIRONMENT, encoding="utf-8")
-            self.assertEqual((process.returncode, process.stderr), (1, "error: [Errno 28] No space left on device\n"))
+            self.assertEqual((process.returncode, process.stderr), (1, "error: standard output: No space left on device\n"))
 
     def test_report_goes_to_a_pipe_when_told_to(self):
         self.bench("--trials", 1)
@@ -1083,6 +1183,7 @@ class Interrupts(BenchTest):
 
 class TamperedLogs(BenchTest):
     """A log that was tampered with, merged or half-edited is refused by line and reason, and left as it was."""
+    INSIDE = True
 
     def setUp(self):
         super().setUp()
@@ -1140,7 +1241,8 @@ class TamperedLogs(BenchTest):
                               ({"trial": -1}, "trial -1"), ({"trial": ...}, "trial None"), ({"output": ...}, "a trial has exactly one of"),
                               ({"error": {"types": ["E"], "message": "m"}}, "a trial has exactly one of"),
                               ({"metadata": None}, "`metadata`"), ({"latency_s": "1"}, "`latency_s`"),
-                              ({"latency_s": None}, "`latency_s`"), ({"started_at": ...}, "`started_at`"),
+                              ({"latency_s": None}, "`latency_s`"), ({"latency_s": 10 ** 400}, "`latency_s`"),
+                              ({"output": ..., "error": {"types": ["NotRun"], "message": "m"}}, "a log holds no trial"), ({"started_at": ...}, "`started_at`"),
                               ({"output": ..., "error": {"types": [], "message": "m"}}, "`error`"),
                               ({"output": ..., "error": "E"}, "`error`"), ({"case_id": ...}, "it is not a trial")):
             with self.subTest(changes):
@@ -1753,7 +1855,7 @@ class OpenAIServers(ServerTest):
                 bench, "--system", "model_triage:openai=m", "--endpoint", "http://127.0.0.1:1", "--extra-body", body))
 
     def test_dry_run_where_no_case_has_a_message(self):
-        cases = self.cases_file(case(input={"a": 1}))
+        cases = self.cases_file(case(input=" "))
         out, _ = self.openai("http://127.0.0.1:1", "--dry-run", "--cases", cases)
         self.assertEqual(out.count("\n"), 1)
 
@@ -2191,6 +2293,7 @@ class HowSure(BenchTest):
 
 
 class HowItFails(BenchTest):
+    INSIDE = True
 
     def test_every_outcome_of_the_closed_list(self):
         def result(verdict, check=None, kind=None):
@@ -2269,6 +2372,7 @@ class HowItFails(BenchTest):
 
 
 class AreTheseDraws(BenchTest):
+    INSIDE = True
 
     def test_equal_outputs_at_a_temperature_are_pointed_out(self):
         cases = self.cases_file(case(), case(id="two"))
@@ -2320,6 +2424,7 @@ class HowFastAndHowMuch(BenchTest):
 
 
 class IsBBetterThanA(BenchTest):
+    INSIDE = True
 
     def test_p_value_over_trials_equals_a_count_over_every_split(self):
         for passes, n_a, n_b in (([(3, 0), (2, 1)], 3, 3), ([(0, 2), (1, 2), (3, 3)], 3, 3), ([(1, 2)], 2, 4), ([(0, 3), (2, 2)], 2, 3)):
@@ -2396,6 +2501,7 @@ class IsBBetterThanA(BenchTest):
 
 
 class CanIShip(BenchTest):
+    INSIDE = True
 
     def setUp(self):
         super().setUp()
@@ -2481,6 +2587,7 @@ EVIL = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "|
 
 class Pages(BenchTest):
     """The report to paste and the report to look at."""
+    INSIDE = True
 
     def evil_log(self):
         (self.folder / "odd.py").write_text(ascii(EVIL))
@@ -2583,6 +2690,7 @@ class Pages(BenchTest):
 
 
 class CorrectedAnswers(BenchTest):
+    INSIDE = True
 
     def test_regrade_accepts_the_same_inputs_with_other_answers_and_says_so_everywhere(self):
         old = self.cases_file(case(), case(id="two"), name="old.json")
