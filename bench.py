@@ -22,7 +22,8 @@ import harness
 from harness import RunError
 
 BENCH_VERSION = "1"
-COMPARED = ("bench_version", "harness_version", "inputs_sha256", "case_set_sha256", "system", "splits", "trials", "shard")
+COMPARED = ("bench_version", "harness_version", "inputs_sha256", "case_set_sha256", "system", "splits", "trials",
+            "shard")
 DESCRIBING = ("budget_s", "workers", "environment", "endpoint", "server", "task", "cases")
 SERVER_FAILURES = {"ReplyTimeout", "ConnectionCut", "ServerError", "MalformedReply"}
 MODEL_OPTIONS = ("endpoint", "timeout_s", "temperature", "max_tokens", "top_p", "format", "think", "extra_body")
@@ -88,8 +89,9 @@ def session_fault(line):
 class TrialLog:
     """A trial log on the disk: read row by row and, opened for writing, locked and appended to.
 
-    `header` is its first line; `sessions` describes the first session and each that resumed it, as read so far; `held` tells which trials were read
-    or appended (case id -> a byte a trial), `count` how many; `end` is where the last whole line ends.
+    `header` is its first line; `sessions` describes the first session and each that resumed it, as read so far;
+    `held` tells which trials were read or appended (case id -> a byte a trial), `count` how many; `end` is where the
+    last whole line ends.
     """
 
     def __init__(self, path, writable=False):
@@ -128,7 +130,7 @@ class TrialLog:
         except OSError as error:
             self.file.close()
             if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-                raise RunError(f"{self.path} cannot be locked: {error.strerror}; keep the log on another disk") from None
+                raise RunError(f"{self.path} cannot be locked: {error.strerror}; keep it on another disk") from None
             raise RunError(f"{self.path} is being written by another run; wait for it, or name another --log") from None
 
     def rows(self):
@@ -194,7 +196,8 @@ class TrialLog:
             if self.file.seek(0, os.SEEK_END) != self.end:
                 if self.appended:
                     self.close()
-                    raise RunError(f"{self.path} was changed by something else while the run wrote to it; it was left as it is")
+                    raise RunError(f"{self.path} was changed by something else while the run wrote to it; "
+                                   "it was left as it is")
                 self.file.truncate(self.end)    # what a killed run left of a line
             self.file.seek(self.end - 1)
             if self.file.read(1) != b"\n":    # a whole last line that lost its line break
@@ -548,7 +551,7 @@ def default_log(system):
 def add_regrade_option(parser):
     """Add --regrade, which every script that grades or converts logs takes."""
     parser.add_argument("--regrade", action="store_true",
-                        help="accept a log whose inputs are those of the case set though its answers or criteria are not")
+                        help="accept a log of the same inputs as the case set but of other answers or criteria")
 
 
 def convert(path, case_set, args):
@@ -572,7 +575,8 @@ def missing_trials(log, case_set):
 
 def dry_run(system, case_set, path, header):
     """Print what a run would do, and the first request's body where the system can tell it. Nothing is changed."""
-    planned, logged, todo = planned_trials(header, case_set), 0, harness.plan(case_set, header["splits"], header["trials"])
+    planned, logged = planned_trials(header, case_set), 0
+    todo = harness.plan(case_set, header["splits"], header["trials"])
     if os.path.exists(path):
         refuse_other_benchmark(path, TrialLog(path).header, header)
         log = read_log(path, case_set)
@@ -658,7 +662,8 @@ def main(argv=None):
                         help="what answers the trials (default: %(default)s)")
     parser.add_argument("--trials", type=harness.number_from(1, int, harness.MAX_TRIALS), default=10, metavar="N",
                         help="trials of each case (default: %(default)s)")
-    parser.add_argument("--log", type=harness.file_name, metavar="F", help="the trial log (default: runs/NAME.jsonl beside the scripts)")
+    parser.add_argument("--log", type=harness.file_name, metavar="F",
+                        help="the trial log (default: runs/NAME.jsonl beside the scripts)")
     parser.add_argument("--budget-s", type=harness.number_from(0, float, 1e8), metavar="S",
                         help="start no new trial after S seconds")
     parser.add_argument("--patience-s", type=harness.number_from(0, float, 1e8), default=120, metavar="S",

@@ -24,6 +24,7 @@ from pathlib import Path
 HARNESS_VERSION = "1"
 HERE = Path(__file__).resolve().parent
 SPLITS = ("development", "held-out")
+VERDICTS = ("pass", "fail", "incomplete")
 IDENTITY = ("name", "version", "mode", "model", "prompt", "tools", "sampling")
 RUN_DESCRIPTION_FIELDS = ("graded_at", "python", "platform")
 CASE_KEYS = {"id", "class", "split", "input", "expected", "expected_error", "failure_criteria", "critical"}
@@ -327,7 +328,8 @@ def load_system(spec, **options):
         except (RunError, Unavailable, Busy):
             raise
         except Exception as error:
-            raise RunError(f"system {spec} cannot be made with these options: {type(error).__name__}: {error}") from None
+            fault = f"{type(error).__name__}: {error}"
+            raise RunError(f"system {spec} cannot be made with these options: {fault}") from None
     elif hasattr(system, "respond"):
         for name, value in options.items():
             if name not in getattr(system, "settable", ()):
@@ -431,7 +433,8 @@ def ask(system, method, *args):
 
 def error_types(error):
     """Return the class names of an exception, its own first, then those it is derived from, up to Exception."""
-    return [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, BaseException) and kind is not BaseException]
+    kinds = type(error).__mro__
+    return [kind.__name__ for kind in kinds if issubclass(kind, BaseException) and kind is not BaseException]
 
 
 def attempt(system, case, trial):
@@ -579,6 +582,11 @@ def graded(case, row, run_id, checks):
             "metadata": row["metadata"] | {"recorded_latency_s": row["latency_s"]}}
 
 
+def named_case_set(case_set):
+    """Return a case set's name and digests."""
+    return {key: case_set[key] for key in ("name", "sha256", "inputs_sha256")}
+
+
 def manifest(recording, case_set, task, recording_sha256):
     """Return a run record's manifest. `recording` is a dict with `run_id`, `system`, `splits`, `trials`
     `sessions` (when, where and on which server it was run) and `regraded_from` (the digest of the case set that
@@ -587,7 +595,7 @@ def manifest(recording, case_set, task, recording_sha256):
     return {"harness_version": HARNESS_VERSION, "run_id": recording["run_id"],
             "system": recording["system"] | {"mode": "replay"},
             "task": {"name": task.name, "sha256": task.sha256},
-            "case_set": {key: case_set[key] for key in ("name", "sha256", "inputs_sha256")},
+            "case_set": named_case_set(case_set),
             "splits": recording["splits"], "trials": recording["trials"], "sessions": recording["sessions"],
             "regraded_from": recording["regraded_from"], "recording_sha256": recording_sha256,
             "graded_at": now(), "python": platform.python_version(), "platform": platform.platform()}
@@ -679,7 +687,7 @@ def row_fault(row, case_ids, trials):
 
 def result_fault(result, case_ids, trials):
     """Return what is wrong with one result of a run record, or None."""
-    if not isinstance(result, dict) or result.get("verdict") not in ("pass", "fail", "incomplete"):
+    if not isinstance(result, dict) or result.get("verdict") not in VERDICTS:
         return "it has no verdict"
     if (result["verdict"] != "pass") != isinstance(result.get("reason"), str):
         return "a reason goes with every verdict but pass"
@@ -739,8 +747,9 @@ def output_file(text):
 
 def refuse_inputs(outputs, inputs):
     """Raise RunError where a file to write is one of the files that are read."""
+    inputs = [path for path in inputs if path and os.path.exists(path)]
     for out in filter(None, outputs):
-        if any(os.path.exists(out) and os.path.exists(path) and os.path.samefile(out, path) for path in filter(None, inputs)):
+        if os.path.exists(out) and any(os.path.samefile(out, path) for path in inputs):
             raise RunError(f"{out} is an input; name another file to write")
 
 
@@ -835,7 +844,7 @@ def main(argv=None):
         write(args.out, json_chunks(run_record, "results"))
         verdicts = [result["verdict"] for result in run_record["results"]]
         print(f"{args.out}: {len(verdicts)} trials graded: "
-              + ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("pass", "fail", "incomplete"))
+              + ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS)
               + (", with other answers than it was made with" if run_record["manifest"]["regraded_from"] else ""))
     return 0
 

@@ -105,7 +105,8 @@ class EmbeddedSystem:
     """
 
     WORDS = {
-        "billing": {"charged": 3, "payments": 3, "card": 2, "refund": 4, "money": 2, "fee": 2.5, "invoice": 3, "pay": 1.5},
+        "billing": {"charged": 3, "payments": 3, "card": 2, "refund": 4, "money": 2, "fee": 2.5, "invoice": 3,
+                    "pay": 1.5},
         "delivery": {"parcel": 4, "tracking": 3, "carrier": 2, "order": 1.5, "promised": 1, "come": 1},
         "account": {"account": 2.5, "password": 4, "log": 2, "closed": 2, "login": 3},
         "other": {"which": 2, "better": 2, "lamps": 1.5, "oak": 1},
@@ -324,8 +325,9 @@ class Server:
         if not 300 <= status < 600:
             raise MalformedReply(said)
         if status < 400:
-            said = f"{self.endpoint} answered {status}, a redirect to {self.shown(headers.get('Location') or 'nowhere')}; " \
-                   "it is not followed: name that server as the endpoint"
+            target = self.shown(headers.get("Location") or "nowhere")
+            said = f"{self.endpoint} answered {status}, a redirect to {target}; it is not followed: name that server " \
+                   "as the endpoint"
         raise (BadRequest if status < 500 else ServerError)(said, status=status)
 
     def _named(self, error, timeout_s):
@@ -459,7 +461,7 @@ class ChatSystem:
             extra = {key: value for key, value in extra.items() if key != "max_tokens"}
         fixed = SET_BY_THE_BENCH if format == "none" else SET_BY_THE_BENCH | {"format", "response_format"}
         if taken := sorted(fixed & (set(extra) | set(inner))):
-            raise RunError(f"the extra body sets {', '.join(taken)}, which has an option of its own or is set by the bench")
+            raise RunError(f"the extra body sets {', '.join(taken)}; that has an option of its own, or the bench sets it")
 
     @cached_property
     def http(self):
@@ -530,7 +532,7 @@ class ChatSystem:
         except (Unavailable, Busy, ReplyError) as error:
             if getattr(error, "status", None) in (502, 504):    # a gateway's word for a server behind it that is gone
                 return False
-            return isinstance(error, (NotFound, Denied)) or not isinstance(error, (Unavailable, ReplyTimeout, ConnectionCut))
+            return not isinstance(error, (Unavailable, ReplyTimeout, ConnectionCut)) or isinstance(error, (NotFound, Denied))
         return True
 
 
@@ -565,8 +567,9 @@ def _merged(body, extra):
 def _keep(metadata, **said):
     """Keep what a server said of a reply. A number that it did not give is missing, never zero, and what is of the
     wrong type spoils no answer."""
+    kinds = {"model": str, "server": str}
     metadata |= {key: value for key, value in said.items()
-                 if isinstance(value, str if key in ("model", "server") else (int, float)) and not isinstance(value, bool)}
+                 if isinstance(value, kinds.get(key, (int, float))) and not isinstance(value, bool)}
 
 
 class OllamaSystem(ChatSystem):

@@ -25,8 +25,8 @@ from harness import RunError
 
 REPORT_VERSION = "2"
 MARKS = {"pass": "+", "fail": "x", "incomplete": "!", "not run": "."}
-OUTCOMES = {"TruncatedReply": "truncated", "UnfinishedReply": "truncated", "EmptyReply": "empty", "RefusedReply": "refusal",
-            "ReplyTimeout": "timeout", "ServerError": "server", "ConnectionCut": "server", "MalformedReply": "server",
+OUTCOMES = {"TruncatedReply": "truncated", "UnfinishedReply": "truncated", "EmptyReply": "empty",
+            "RefusedReply": "refusal", "ReplyTimeout": "timeout", "ServerError": "server", "ConnectionCut": "server", "MalformedReply": "server",
             "BadRequest": "server", "JSONDecodeError": "schema", "NotRun": "not-run",
             "output-fields": "schema", "rejection": "rejection"}
 SHOWN_K = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -198,7 +198,8 @@ def from_run_record(path, case_set):
     record = harness.read_json(path)
     try:
         manifest, results = record["manifest"], record["results"]
-        if fault := next(filter(None, (harness.plan_fault(manifest), *map(bench.session_fault, manifest["sessions"]))), None):
+        faults = (harness.plan_fault(manifest), *map(bench.session_fault, manifest["sessions"]))
+        if fault := next(filter(None, faults), None):
             raise RunError(f"{path}: its manifest: {fault}")
         harness.of_case_set({"case_set_sha256": manifest["case_set"]["sha256"],
                              "inputs_sha256": manifest["case_set"]["inputs_sha256"]}, case_set, path)
@@ -256,7 +257,7 @@ def summarize(source, manifest, results, case_set, prices=(None, None)):
     ordered = sorted(latencies)
     latencies_s = {"trials": len(ordered)} | {name: nearest_rank(ordered, percent) for name, percent in (
         ("median", 50), ("p90", 90), ("p95", 95))}
-    verdicts = {verdict: sum(counts[verdict] for counts in per_case.values()) for verdict in ("pass", "fail", "incomplete")}
+    verdicts = {verdict: sum(counts[verdict] for counts in per_case.values()) for verdict in harness.VERDICTS}
     mixed = what_mixes(manifest["sessions"], named)
     return {
         "system": manifest["system"], "source": source, "run_id": manifest["run_id"],
@@ -280,8 +281,8 @@ def counts_of(marks):
     rate among the trials that ran with its 95 % Wilson interval."""
     not_run, passed = marks.count(MARKS["not run"]), marks.count(MARKS["pass"])
     ran = len(marks) - not_run
-    return {"pass": passed, "fail": marks.count(MARKS["fail"]), "incomplete": marks.count(MARKS["incomplete"]) + not_run,
-            "not_run": not_run, "marks": marks, "pass_rate": round(passed / ran, 4) if ran else None,
+    return {"pass": passed, "fail": marks.count(MARKS["fail"]),
+            "incomplete": marks.count(MARKS["incomplete"]) + not_run, "not_run": not_run, "marks": marks, "pass_rate": round(passed / ran, 4) if ran else None,
             "interval_95": rounded(wilson(passed / ran, ran)) if ran else None}
 
 
@@ -299,7 +300,8 @@ def what_mixes(sessions, named):
     """Return what differs within a log, as a dict of lists: between its sessions, or between its replies (`named`
     holds the pairs of model and server that they name)."""
     values = {key: [session[key] for session in sessions] for key in ("server", "endpoint", "workers")}
-    values |= {key: [session["environment"].get(key) for session in sessions] for key in ("python", "platform", "hardware")}
+    values |= {key: [session["environment"].get(key) for session in sessions]
+               for key in ("python", "platform", "hardware")}
     values |= {"model in replies": [model for model, _ in named], "server in replies": [server for _, server in named]}
     distinct = {key: sorted({str(value) for value in found if value is not None}) for key, found in values.items()}
     return {key: found for key, found in distinct.items() if len(found) > 1}
@@ -345,14 +347,15 @@ def notes(manifest, mixed, per_case, latency_s):
     if manifest["regraded_from"]:
         found.append(f"made from case set {manifest['regraded_from'][:12]}, whose inputs are the same, and graded anew "
                      "with today's answers")
-    found += [f"this log mixes {key}: {', '.join(values)}; its trials may not be alike" for key, values in mixed.items()]
+    found += [f"this log mixes {key}: {', '.join(values)}; its trials may not be alike"
+              for key, values in mixed.items()]
     ran_twice = [counts for counts in per_case.values() if sum(counts["outcomes"].values()) - counts["not_run"] > 1
                  and counts["distinct_outputs"]]
     temperature = manifest["system"]["sampling"].get("temperature")
     if isinstance(temperature, (int, float)) and temperature > 0 and ran_twice \
             and all(counts["distinct_outputs"] == 1 for counts in ran_twice):
-        found.append(f"all trials of every case returned the same output at temperature {temperature:g}: the server may "
-                     "ignore the seed or the temperature, or answer from a cache; ask it twice with different seeds")
+        found.append(f"all trials of every case returned the same output at temperature {temperature:g}: the server "
+                     "may ignore the seed or the temperature, or answer from a cache; ask it twice with different seeds")
     if 0 < latency_s["trials"] < FEW_LATENCIES:
         found.append(f"with {latency_s['trials']} latencies, their p95 is close to their maximum")
     return found
@@ -464,8 +467,9 @@ def rule(text):
     """An argparse type: a rule such as pass^3>=0.8, pass@1[billing]>0.9, flaky<=2 or p95_s<3."""
     found = re.fullmatch(r"\s*(.+?)\s*(>=|<=|==|>|<)\s*([0-9.eE+-]+)\s*", text)
     if not (found and RULE.fullmatch(found[1])):
-        raise argparse.ArgumentTypeError(f"{text!r} is not METRIC>=NUMBER (or <=, >, <, ==) with METRIC pass@K, pass^K, "
-                                         "incomplete, not_run, flaky, each with a [class] if wanted, or p95_s")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not METRIC>=NUMBER (or <=, >, <, ==) with METRIC pass@K, pass^K, incomplete, not_run, flaky, "
+            "each with a [class] if wanted, or p95_s")
     return text.strip(), found[1], found[2], float(found[3])
 
 
@@ -523,8 +527,8 @@ def against_baseline(system, baseline, path):
     except (TypeError, LookupError, AttributeError):
         raise RunError(f"{path} is not a report of this version ({REPORT_VERSION})") from None
     met = "refused" not in compared and not (compared["difference"] < 0 and compared["on_these_cases"]["p"] < 0.05)
-    return {"rule": f"not worse than in {Path(path).name}", "system": system["system"]["name"], "source": system["source"],
-            "value": compared.get("difference"), "p": compared.get("on_these_cases", {}).get("p"), "met": met,
+    return {"rule": f"not worse than in {Path(path).name}", "system": system["system"]["name"],
+            "source": system["source"], "value": compared.get("difference"), "p": compared.get("on_these_cases", {}).get("p"), "met": met,
             "why": compared.get("refused"), "cases": behind}
 
 
@@ -577,19 +581,22 @@ def figures(system):
         for title, name in (("pass@k", "pass_at_k"), ("pass^k", "pass_power_k")):
             yield f"{title:8}" + " ".join(f"{system['curve'][k][name]:.4f}".rjust(6) for k in shown)
             for end, place in (("  from", 0), ("  to", 1)):
-                if system["curve_interval_95"]["1"][name]:
-                    yield f"{end:8}" + " ".join(f"{system['curve_interval_95'][k][name][place]:.4f}".rjust(6) for k in shown)
+                intervals = [system["curve_interval_95"][k][name] for k in shown]
+                if intervals[0]:
+                    yield f"{end:8}" + " ".join(f"{interval[place]:.4f}".rjust(6) for interval in intervals)
         one = system["one_trial"]
         yield f"one trial alone would have shown {one['min']} to {one['max']} of {system['cases']} cases passed"
     latency, usage = system["latency_s"], system["usage"]
     if latency["trials"]:
-        yield "latency: median {median:.3g} s, p90 {p90:.3g} s, p95 {p95:.3g} s, over {trials} answers".format(**latency) \
+        yield "latency: " + ", ".join(f"{name} {latency[name]:.3g} s" for name in ("median", "p90", "p95")) \
+              + f", over {latency['trials']} answers" \
               + (f"; wall time {system['wall_s']:.0f} s" if system["wall_s"] is not None else "")
     if any(usage["trials_counted"].values()):
         yield f"tokens: {usage['tokens_in']} in, {usage['tokens_out']} out" \
               + (f", {usage['tokens_per_s']:.1f} a second generated" if usage["tokens_per_s"] else "")
     if usage.get("cost"):
-        yield "cost: " + ", ".join(f"{value:.3g} {key.replace('_', ' ')}" for key, value in usage["cost"].items() if value)
+        yield "cost: " + ", ".join(f"{value:.3g} {key.replace('_', ' ')}"
+                                   for key, value in usage["cost"].items() if value)
 
 
 def block(system, color=False):
@@ -761,7 +768,7 @@ def items(lines):
 
 def table(title, head, rows, kind="list"):
     """Return an HTML table. The cells of `rows` are HTML already; the first of each row is its head."""
-    body = "".join("<tr><th scope=row>" + "".join(f"{cell}<td>" for cell in row[:-1]) + f"{row[-1]}</tr>\n" for row in rows)
+    body = "".join(f"<tr><th scope=row>{'<td>'.join(map(str, row))}</tr>\n" for row in rows)
     top = f"<thead><tr>{''.join(f'<th>{name}' for name in head)}</tr></thead>" if head else ""
     return (f"<h3>{title}</h3>\n" if title else "") \
         + f"<div class=scroll><table class={kind}>{top}<tbody>\n{body}</tbody></table></div>\n"
@@ -785,7 +792,7 @@ def page(report, cells, latencies, failures):
         yield f"<section>\n<h2>{h(system['system']['name'])}</h2>\n<p>{h(system['system']['model'])}, {system['cases']} " \
               f"cases x {system['trials_per_case']} trials, from {h(system['source'])}</p>\n"
         yield grid(place, system, numbers)
-        yield "".join(f"<p{' class=note' if line.startswith('note: ') else ''}>{h(line)}</p>\n" for line in headline(system))
+        yield "".join(f"<p{' class=note' * line.startswith('note: ')}>{h(line)}</p>\n" for line in headline(system))
         yield curves_svg(system) + cases_table(system) + latency_svg(latencies[place]) + "<h3>Figures</h3>\n"
         yield items(line for line in figures(system) if not re.match(r"k |pass|  ", line))
         yield outcomes_table(system) + plan_table(system) + "</section>\n"
@@ -808,8 +815,9 @@ def grid(place, system, numbers):
     def cells(case_id, marks):
         if numbers is None:
             shares = [(mark, marks.count(mark)) for mark in kinds if mark in marks]
-            return "<div class=bar>" + "".join(f"<span class={kinds[mark]} style=\"width:{100 * count / len(marks):.3f}%\">"
-                                               f"{h(mark)}</span>" for mark, count in shares) + "</div>"
+            return "<div class=bar>" + "".join(
+                f"<span class={kinds[mark]} style=\"width:{100 * count / len(marks):.3f}%\">{h(mark)}</span>"
+                for mark, count in shares) + "</div>"
         return "<div class=cells>" + "".join(
             f"<button class={kinds[mark]} data-cell={numbers[place, case_id, trial]} aria-label=\"{h(case_id)}, trial "
             f"{trial}: {kinds[mark]}\">{h(mark)}</button>" for trial, mark in enumerate(marks)) + "</div>"
@@ -869,8 +877,8 @@ def latency_svg(ordered):
     if not ordered:
         return ""
     longest = ordered[-1] or 1e-9
-    ticks = "".join(f"<line class=axis x1={10 + 500 * value / longest:.1f} x2={10 + 500 * value / longest:.1f} y1=6 y2=24 />"
-                    for value in (*ordered[::max(1, len(ordered) // 400)], longest))
+    places = (10 + 500 * value / longest for value in (*ordered[::max(1, len(ordered) // 400)], longest))
+    ticks = "".join(f"<line class=axis x1={x:.1f} x2={x:.1f} y1=6 y2=24 />" for x in places)
     return "<h3>Latency of each answer</h3>\n<svg role=img aria-label=latencies viewBox=\"0 0 580 44\" width=580>" \
            f"<line class=guide x1=10 x2=510 y1=24 y2=24 />{ticks}<text x=10 y=40>0</text>" \
            f"<text x=510 y=40 text-anchor=end>{longest:.3g} s</text></svg>\n"
@@ -887,7 +895,8 @@ def outcomes_table(system):
 def plan_table(system):
     """Return what was frozen: who was asked what and how, on which machine."""
     identity = system["system"]
-    facts = {"model": identity["model"], "prompt": f"{identity['prompt'].get('name')} {identity['prompt'].get('sha256')}"}
+    prompt = identity["prompt"]
+    facts = {"model": identity["model"], "prompt": f"{prompt.get('name')} {prompt.get('sha256')}"}
     facts |= {f"sampling: {key}": json.dumps(value) for key, value in identity["sampling"].items()}
     facts |= {"task": f"{system['task']['name']} {system['task']['sha256']}", "case set": system["case_set_sha256"],
               "recording": system["recording_sha256"], "run": system["run_id"]}
@@ -921,16 +930,17 @@ def parser():
                         help="trial logs (.jsonl) and run records (.json); default: every log in runs/")
     parser.add_argument("--out", type=harness.output_file, default=str(harness.HERE / "runs" / "report.json"),
                         metavar="F", help="where the report goes (default: runs/report.json beside the scripts)")
-    parser.add_argument("--markdown", type=harness.output_file, metavar="F", help="write the report as Markdown, to paste")
-    parser.add_argument("--html", type=harness.output_file, metavar="F", help="write the report as a page, to look at")
+    parser.add_argument("--markdown", type=harness.output_file, metavar="F", help="write it as Markdown, to paste")
+    parser.add_argument("--html", type=harness.output_file, metavar="F", help="write it as a page, to look at")
     parser.add_argument("--failures", action="store_true", help="print each failed or incomplete trial")
     parser.add_argument("--case", metavar="ID", help="print one case whole")
     parser.add_argument("--require", type=rule, action="append", default=[], metavar="RULE",
                         help="such as 'pass^3>=0.8'; exit 3 where it is not met (repeatable)")
-    parser.add_argument("--lower-bound", action="store_true", help="test the interval's lower end in place of pass@K and pass^K")
-    parser.add_argument("--baseline", type=harness.file_name, metavar="REPORT", help="exit 3 where a system is worse than in it")
-    parser.add_argument("--price-in", type=harness.number_from(0, float), metavar="P", help="price of a million input tokens")
-    parser.add_argument("--price-out", type=harness.number_from(0, float), metavar="P", help="price of a million output tokens")
+    parser.add_argument("--lower-bound", action="store_true", help="test the lower end of pass@K's and pass^K's interval")
+    parser.add_argument("--baseline", type=harness.file_name, metavar="REPORT", help="exit 3 where a system has got worse")
+    for way in ("in", "out"):
+        parser.add_argument(f"--price-{way}", type=harness.number_from(0, float), metavar="P",
+                            help=f"price of a million {way}put tokens")
     harness.add_benchmark_options(parser)
     bench.add_regrade_option(parser)
     return parser
@@ -939,7 +949,7 @@ def parser():
 def print_trials(report, results_of, args, case_set):
     """Print the trials that --failures or --case asks for."""
     if args.case:
-        asked = next((case for case in case_set["cases"] if case["id"] == args.case and case["split"] != "held-out"), None)
+        asked = next((case for case in harness.in_splits(case_set, ["development"]) if case["id"] == args.case), None)
         if asked is None:
             raise RunError(f"{case_set['file']} has no development case {args.case!r}")
         print(harness.printable(json.dumps(asked, ensure_ascii=False)))
@@ -964,8 +974,8 @@ def main(argv=None):
                                     (args.price_in, args.price_out))
         systems.append({"case_set_sha256": case_set["sha256"]} | system)
         latencies.append(ordered)
-    report = {"report_version": REPORT_VERSION, "case_set": {key: case_set[key] for key in ("name", "sha256", "inputs_sha256")},
-              "systems": systems, "comparisons": [compare(a, b) for i, a in enumerate(systems) for b in systems[i + 1:]],
+    report = {"report_version": REPORT_VERSION, "case_set": harness.named_case_set(case_set), "systems": systems,
+              "comparisons": [compare(a, b) for i, a in enumerate(systems) for b in systems[i + 1:]],
               "decisions": [decide(wanted, system, args.lower_bound) for wanted in args.require for system in systems]
               + [against_baseline(system, baseline, args.baseline) for system in systems if args.baseline]}
 

@@ -117,7 +117,7 @@ class BenchTest(unittest.TestCase):
 
     def run_script(self, script, *args, status=0, env=None, **kwargs):
         """Run a script to its end; return (stdout, stderr). Its exit status must be `status`."""
-        if self.INSIDE and not env and not kwargs:
+        if self.INSIDE and not (env or kwargs or os.path.isabs(script)):
             return self.inside(sys.modules[script.removesuffix(".py")], *args, status=status)
         process = self.start(script, *args, env=env, **kwargs)
         out, err = process.communicate(timeout=60)
