@@ -69,10 +69,7 @@ def header_fault(header):
         return "the file is not a trial log: its first line is no header"
     kinds = {"bench_version": str, "harness_version": str, "run_id": str, "started_at": str, "inputs_sha256": str,
              "case_set_sha256": str, "system": dict, "splits": list, "trials": int, "shard": type(None)}
-    for key, kind in kinds.items():
-        if key not in header or type(header[key]) is not kind:
-            return f"the header's `{key}` is missing or of the wrong type"
-    fault = harness.plan_fault(header) or session_fault(header)
+    fault = harness.kind_fault(header, kinds) or harness.plan_fault(header) or session_fault(header)
     return f"the header's {fault}" if fault else None
 
 
@@ -80,10 +77,7 @@ def session_fault(line):
     """Return what is wrong with the keys that describe a session (of the header or of a resume line), or None."""
     kinds = {"budget_s": (int, float, type(None)), "workers": int, "environment": dict, "task": dict, "cases": str,
              "endpoint": (str, type(None)), "server": (str, type(None))}
-    if isinstance(line.get("task"), dict) and not isinstance(line["task"].get("name"), str):
-        return "`task` has no name"
-    return next((f"`{key}` is missing or of the wrong type" for key, kind in kinds.items()
-                 if not isinstance(line.get(key, ...), kind)), None)
+    return harness.kind_fault(line, kinds) or harness.kind_fault(line["task"], {"name": str})
 
 
 class TrialLog:

@@ -363,11 +363,8 @@ def system_identity(system):
 
 def identity_fault(identity):
     """Return what is wrong with a system's identity, or None."""
-    kinds = {"name": str, "version": str, "mode": str, "model": str, "prompt": dict, "tools": list, "sampling": dict}
-    for key, kind in kinds.items():
-        if not isinstance(identity.get(key), kind):
-            return f"`{key}` is missing or of the wrong type"
-    return None if identity["name"].strip() else "`name` must be a word or more"
+    fault = kind_fault(identity, dict(zip(IDENTITY, (str, str, str, str, dict, list, dict))))
+    return fault or (None if identity["name"].strip() else "`name` must be a word or more")
 
 
 def in_splits(case_set, splits, include_held_out=False):
@@ -627,10 +624,9 @@ def of_task(made_with, task, source, regrade=False):
 
 def grade_recording(recording, case_set, task, source):
     """Return the run record of a recording. Raises RunError where it is not a whole recording of these cases."""
-    keys = {"run_id": str, "system": dict, "case_set_sha256": str, "inputs_sha256": str, "splits": list,
-            "trials": int, "sessions": list, "results": list}
-    if not isinstance(recording, dict) or "regraded_from" not in recording \
-            or not all(isinstance(recording.get(key), kind) for key, kind in keys.items()):
+    kinds = {"run_id": str, "system": dict, "case_set_sha256": str, "inputs_sha256": str, "splits": list,
+             "trials": int, "sessions": list, "regraded_from": (str, type(None)), "results": list}
+    if not isinstance(recording, dict) or kind_fault(recording, kinds):
         raise RunError(f"{source} is not a recording (`bench.py --convert` writes one)")
     if fault := plan_fault(recording):
         raise RunError(f"{source}: {fault}")
@@ -649,15 +645,20 @@ def grade_recording(recording, case_set, task, source):
     return {"manifest": manifest(recording, case_set, task, digest.hexdigest()), "results": results}
 
 
+def kind_fault(holder, kinds):
+    """Return which key of an object is missing or of the wrong type, or None. `kinds` maps keys to their types."""
+    return next((f"`{key}` is missing or of the wrong type" for key, kind in kinds.items()
+                 if not isinstance(holder.get(key, ...), kind) or isinstance(holder[key], bool)), None)
+
+
 def plan_fault(made_with):
     """Return what is wrong with the plan of a log's header, a recording or a manifest, or None."""
     trials, splits = made_with["trials"], made_with["splits"]
-    if not (type(trials) is int and 1 <= trials <= MAX_TRIALS):
+    if type(trials) is not int or not 1 <= trials <= MAX_TRIALS:
         return f"`trials` is {trials!r}"
     if not splits or [split for split in splits if split not in SPLITS]:
         return f"`splits` is {splits!r}"
-    fault = identity_fault(made_with["system"])
-    return f"`system`: {fault}" if fault else None
+    return f"`system`: {fault}" if (fault := identity_fault(made_with["system"])) else None
 
 
 def row_fault(row, case_ids, trials):

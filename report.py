@@ -26,8 +26,8 @@ from harness import RunError
 REPORT_VERSION = "2"
 MARKS = {"pass": "+", "fail": "x", "incomplete": "!", "not run": "."}
 OUTCOMES = {"TruncatedReply": "truncated", "UnfinishedReply": "truncated", "EmptyReply": "empty",
-            "RefusedReply": "refusal", "ReplyTimeout": "timeout", "ServerError": "server", "ConnectionCut": "server", "MalformedReply": "server",
-            "BadRequest": "server", "JSONDecodeError": "schema", "NotRun": "not-run",
+            "RefusedReply": "refusal", "ReplyTimeout": "timeout", "ServerError": "server", "ConnectionCut": "server",
+            "MalformedReply": "server", "BadRequest": "server", "JSONDecodeError": "schema", "NotRun": "not-run",
             "output-fields": "schema", "rejection": "rejection"}
 SHOWN_K = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 Z_95 = 1.959963984540054
@@ -282,7 +282,8 @@ def counts_of(marks):
     not_run, passed = marks.count(MARKS["not run"]), marks.count(MARKS["pass"])
     ran = len(marks) - not_run
     return {"pass": passed, "fail": marks.count(MARKS["fail"]),
-            "incomplete": marks.count(MARKS["incomplete"]) + not_run, "not_run": not_run, "marks": marks, "pass_rate": round(passed / ran, 4) if ran else None,
+            "incomplete": marks.count(MARKS["incomplete"]) + not_run, "not_run": not_run, "marks": marks,
+            "pass_rate": round(passed / ran, 4) if ran else None,
             "interval_95": rounded(wilson(passed / ran, ran)) if ran else None}
 
 
@@ -528,8 +529,8 @@ def against_baseline(system, baseline, path):
         raise RunError(f"{path} is not a report of this version ({REPORT_VERSION})") from None
     met = "refused" not in compared and not (compared["difference"] < 0 and compared["on_these_cases"]["p"] < 0.05)
     return {"rule": f"not worse than in {Path(path).name}", "system": system["system"]["name"],
-            "source": system["source"], "value": compared.get("difference"), "p": compared.get("on_these_cases", {}).get("p"), "met": met,
-            "why": compared.get("refused"), "cases": behind}
+            "source": system["source"], "value": compared.get("difference"),
+            "p": compared.get("on_these_cases", {}).get("p"), "met": met, "why": compared.get("refused"), "cases": behind}
 
 
 # --- for the terminal -------------------------------------------------------------------------------------
