@@ -651,6 +651,7 @@ def add_model_options(parser):
 
 
 def main(argv=None):
+    """Run, resume, convert or plan, and return the exit status."""
     parser = argparse.ArgumentParser(description="Run every case many times, log each trial as it ends, resume.")
     parser.add_argument("--system", default="model_triage:embedded", metavar="MODULE:ATTRIBUTE[=MODEL]",
                         help="what answers the trials (default: %(default)s)")

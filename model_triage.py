@@ -127,7 +127,7 @@ class EmbeddedSystem:
         weights = [math.exp((score - max(scores)) / temperature) for score in scores]
         category = draw.choices(CATEGORIES, weights)[0]
         human = sum(self.HUMAN.get(word, 0) for word in words) - 1
-        needs_human = draw.random() < 1 / (1 + math.exp(-human / temperature))
+        needs_human = draw.random() < 1 / (1 + math.exp(min(-human / temperature, 700)))    # beyond that it overflows
         return Answer({"category": category, "needs_human": needs_human}, {"seed": seed, "temperature": temperature})
 
 

@@ -176,7 +176,7 @@ def from_log(path, case_set, task, regrade=False):
     manifest = harness.manifest(log.header | {"sessions": log.sessions, "regraded_from": log.regraded_from},
                                 case_set, task, None)
 
-    def results():
+    def graded_rows():
         digest, spans = harness.TrialDigest(log.header["trials"]), {}
         for row in log.rows():
             began = harness.seconds(row["started_at"])
@@ -190,7 +190,7 @@ def from_log(path, case_set, task, regrade=False):
             yield harness.graded(case, row, log.header["run_id"], task.checks)
         manifest["recording_sha256"] = digest.hexdigest()
         manifest["wall_s"] = round(sum(end - began for began, end in spans.values()), 3)
-    return manifest, results()
+    return manifest, graded_rows()
 
 
 def from_run_record(path, case_set):
@@ -218,60 +218,82 @@ def from_run_record(path, case_set):
 
 # --- one system -------------------------------------------------------------------------------------------
 
-def summarize(source, manifest, results, case_set, prices=(None, None)):
-    """Return (a system's part of the report, its latencies in ascending order) from its graded trials, of which
-    only counts, marks, latencies and 8 bytes an output are kept. `source` names the file they come from."""
-    trials, cases = manifest["trials"], harness.in_splits(case_set, manifest["splits"])
-    marks = {case["id"]: bytearray(MARKS["not run"] * trials, "ascii") for case in cases}
-    outcomes, outputs = {case["id"]: Counter() for case in cases}, {case["id"]: array("q") for case in cases}
-    failures, errors, latencies, named, usage = Counter(), Counter(), array("d"), set(), Usage()
-    known = {}    # an output as Python writes it -> 8 bytes of its own: most outputs come again and again
-    for result in results:
-        case_id, metadata = result["case_id"], result["metadata"]
-        word = outcome(result)
-        outcomes[case_id][word] += 1
+class Tally:
+    """What is kept of a system's graded trials: counts, marks, latencies and 8 bytes an output, but no rows."""
+
+    def __init__(self, cases, trials):
+        self.marks = {case["id"]: bytearray(MARKS["not run"] * trials, "ascii") for case in cases}
+        self.outcomes = {case["id"]: Counter() for case in cases}
+        self.outputs = {case["id"]: array("q") for case in cases}
+        self.failures, self.errors, self.latencies = Counter(), Counter(), array("d")
+        self.named, self.usage = set(), Usage()
+        self.known = {}    # an output as Python writes it -> its 8 bytes: most outputs come again and again
+
+    def add(self, result):
+        """Count one graded trial."""
+        case_id, metadata, word = result["case_id"], result["metadata"], outcome(result)
+        self.outcomes[case_id][word] += 1
         if word != "not-run":
-            marks[case_id][result["trial"]] = ord(MARKS[result["verdict"]])
+            self.marks[case_id][result["trial"]] = ord(MARKS[result["verdict"]])
         if result["verdict"] == "fail":
-            failures[result["check"]] += 1
+            self.failures[result["check"]] += 1
         elif result["verdict"] == "incomplete":
-            errors[result["error"]["types"][0]] += 1
+            self.errors[result["error"]["types"][0]] += 1
         if result["error"] is None:
-            latencies.append(metadata["recorded_latency_s"])
-            written = repr(result["output"])
-            if written not in known:
-                if len(known) > MOST_KNOWN:
-                    known.clear()
-                known[written] = hash(harness.encode(result["output"], sort_keys=True))
-            outputs[case_id].append(known[written])
-        usage.add(metadata)
+            self.latencies.append(metadata["recorded_latency_s"])
+            self.outputs[case_id].append(self.eight_bytes(result["output"]))
+        self.usage.add(metadata)
         model, server = metadata.get("model"), metadata.get("server")
-        named.add((model if isinstance(model, str) else None, server if isinstance(server, str) else None))
-    per_case = {case["id"]: {"class": case["class"], "critical": case.get("critical", False),
-                             **counts_of(marks[case["id"]].decode()), "distinct_outputs": len(set(outputs[case["id"]])),
-                             "outcomes": dict(outcomes[case["id"]].most_common())} for case in cases}
+        self.named.add((model if isinstance(model, str) else None, server if isinstance(server, str) else None))
+
+    def eight_bytes(self, output):
+        """Return a number that equal outputs share, whatever the order of their keys."""
+        written = repr(output)
+        if written not in self.known:
+            if len(self.known) > MOST_KNOWN:
+                self.known.clear()
+            self.known[written] = hash(harness.encode(output, sort_keys=True))
+        return self.known[written]
+
+    def per_case(self, case):
+        """Return one case's part of the report."""
+        case_id = case["id"]
+        return {"class": case["class"], "critical": case.get("critical", False),
+                **counts_of(self.marks[case_id].decode()), "distinct_outputs": len(set(self.outputs[case_id])),
+                "outcomes": dict(self.outcomes[case_id].most_common())}
+
+
+def summarize(source, manifest, results, case_set, prices=(None, None)):
+    """Return (a system's part of the report, its latencies in ascending order) from its graded trials. `source`
+    names the file they come from."""
+    trials, cases = manifest["trials"], harness.in_splits(case_set, manifest["splits"])
+    tally = Tally(cases, trials)
+    for result in results:
+        tally.add(result)
+    per_case = {case["id"]: tally.per_case(case) for case in cases}
     not_run = sum(counts["not_run"] for counts in per_case.values())
     values, intervals = (None, None) if not_run else curve(trials, [counts["pass"] for counts in per_case.values()])
     columns = None if not_run else [sum(column) for column in zip(*(
         [mark == MARKS["pass"] for mark in counts["marks"]] for counts in per_case.values()))]
-    ordered = sorted(latencies)
+    ordered = sorted(tally.latencies)
     latencies_s = {"trials": len(ordered)} | {name: nearest_rank(ordered, percent) for name, percent in (
         ("median", 50), ("p90", 90), ("p95", 95))}
     verdicts = {verdict: sum(counts[verdict] for counts in per_case.values()) for verdict in harness.VERDICTS}
-    mixed = what_mixes(manifest["sessions"], named)
+    mixed = what_mixes(manifest["sessions"], tally.named)
     return {
         "system": manifest["system"], "source": source, "run_id": manifest["run_id"],
         "recording_sha256": manifest["recording_sha256"], "task": manifest["task"],
         "regraded_from": manifest["regraded_from"], "sessions": manifest["sessions"], "mixed": mixed,
         "trials_per_case": trials, "cases": len(cases), "verdicts": verdicts, "not_run": not_run,
-        "failures_by_check": dict(failures.most_common()), "incomplete_by_error": dict(errors.most_common()),
+        "failures_by_check": dict(tally.failures.most_common()),
+        "incomplete_by_error": dict(tally.errors.most_common()),
         "outcomes": outcomes_by_group(per_case), "per_case": per_case,
         "flaky_cases": [case_id for case_id, counts in per_case.items() if is_flaky(counts)],
         "never_passed": [case_id for case_id, counts in per_case.items() if never_passed(counts)],
         "curve": values, "curve_interval_95": intervals,
         "one_trial": columns and {"passed_cases": columns, "min": min(columns), "max": max(columns)},
         "latency_s": latencies_s, "wall_s": manifest.get("wall_s"),
-        "usage": usage.summary(verdicts["pass"], len(cases), *prices),
+        "usage": tally.usage.summary(verdicts["pass"], len(cases), *prices),
         "notes": notes(manifest, mixed, per_case, latencies_s),
     }, ordered
 
@@ -963,6 +985,7 @@ def print_trials(report, results_of, args, case_set):
 
 
 def main(argv=None):
+    """Report, and return the exit status: 3 where a rule is not met."""
     args = parser().parse_args(argv)
     task = harness.load_task(args.task)
     case_set = harness.load_cases(args.cases, task)
