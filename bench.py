@@ -234,7 +234,7 @@ class TrialLog:
         return self.file is None or self.file.closed
 
 
-def differences(name, logged, now):
+def differences(name, logged, now, there="there", here="here"):
     """Yield where two values of the key `name` differ, down to the inner key, with both where they are short."""
     old, new = (harness.encode(value, sort_keys=True).decode() for value in (logged, now))
     if old == new:
@@ -242,18 +242,20 @@ def differences(name, logged, now):
     if isinstance(logged, dict) and isinstance(now, dict):
         for key in sorted(set(logged) | set(now)):
             if key in logged and key in now:
-                yield from differences(f"{name}.{key}", logged[key], now[key])
+                yield from differences(f"{name}.{key}", logged[key], now[key], there, here)
             else:
-                yield f"{name}.{key} (only {'there' if key in logged else 'here'})"
+                yield f"{name}.{key} (only {there if key in logged else here})"
     else:
-        yield f"{name} ({old} there, {new} here)" if len(old + new) < 100 else name
+        yield f"{name} ({old} {there}, {new} {here})" if len(old + new) < 100 else name
 
 
 def refuse_other_benchmark(path, logged, now):
     """Raise RunError, naming what differs, unless two headers are of the same benchmark."""
     found = [line for key in COMPARED for line in differences(key, logged.get(key), now[key])]
     if found:
-        raise RunError(f"{path} is a log of another benchmark: {'; '.join(found)}; name another --log")
+        raise RunError(f"{path} is a log of another benchmark: {'; '.join(found)}; name another --log" + (
+            " (what it holds can be graded with today's answers: report.py --regrade)"
+            if found == ["case_set_sha256"] else ""))
 
 
 def read_log(path, case_set, regrade=False):
@@ -612,6 +614,9 @@ def run_benchmark(system, case_set, task, path, args):
         print_counts(system, planned, logged, run.ran, " (stopped by the time budget)" if run.stopped_by_budget else "")
     if logged == planned:
         print(f"nothing to run: {path} holds every planned trial", file=sys.stderr)
+    elif run.ran == run.incomplete - log.incomplete > 0:
+        print("note: every trial of this run is incomplete; `report.py --failures` shows why, and a system that is "
+              "corrected wants another --log", file=sys.stderr)
     return 0
 
 
@@ -628,10 +633,12 @@ def say_how_to_resume(path):
 
 def json_object(text):
     """An argparse type: a JSON object."""
-    value = harness.parse_json(text)
-    if not isinstance(value, dict):
-        raise ValueError(text)
-    return value
+    try:
+        if isinstance(value := harness.parse_json(text), dict):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
 
 
 def add_model_options(parser):
@@ -652,7 +659,7 @@ def add_model_options(parser):
 
 def main(argv=None):
     """Run, resume, convert or plan, and return the exit status."""
-    parser = argparse.ArgumentParser(description="Run every case many times, log each trial as it ends, resume.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Run every case many times, log each trial as it ends, resume.")
     parser.add_argument("--system", default="model_triage:embedded", metavar="MODULE:ATTRIBUTE[=MODEL]",
                         help="what answers the trials (default: %(default)s)")
     parser.add_argument("--trials", type=harness.number_from(1, int, harness.MAX_TRIALS), default=10, metavar="N",
@@ -677,6 +684,8 @@ def main(argv=None):
     add_regrade_option(parser)
     add_model_options(parser)
     args = parser.parse_args(argv)
+    if args.regrade and not args.convert:
+        parser.error("--regrade goes with --convert: a run is never continued with another case set")
     let_signals_kill = stop_on_signals()
     try:
         return carry_out(args)

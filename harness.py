@@ -139,6 +139,9 @@ def read_json(path, error=RunError):
     except OSError as fault:
         raise error(f"{path}: {fault.strerror}") from None
     except ValueError as fault:
+        if is_log(path):
+            raise error(f"{path} is a trial log: report.py reads it as it is, and bench.py --convert makes a recording "
+                        "of it") from None
         raise error(f"{path} is not JSON in UTF-8: {fault}") from None
 
 
@@ -232,7 +235,8 @@ def import_module(name):
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
             raise RunError(f"module {name} needs {error.name}, which is not installed") from None
-        raise RunError(f"there is no module {name} in {here} or {HERE}") from None
+        places = here if here == str(HERE) else f"{here} or {HERE}"
+        raise RunError(f"there is no module {name} in {places}") from None
     except (Exception, SystemExit) as error:
         raise RunError(f"module {name} cannot be imported: {type(error).__name__}: {error}") from None
     finally:
@@ -598,10 +602,11 @@ def manifest(recording, case_set, task, recording_sha256):
             "graded_at": now(), "python": platform.python_version(), "platform": platform.platform()}
 
 
-def of_case_set(made_from, case_set, source, regrade=False):
-    """Raise RunError unless a log's header or a recording (`made_from`) was made from this case set.
+def of_case_set(made_from, case_set, source, regrade=None):
+    """Raise RunError unless a log's header, a recording or a manifest (`made_from`) was made from this case set.
 
-    With `regrade`, one that has the same inputs and other answers or criteria will do: its digest is returned.
+    With `regrade`, a log that has the same inputs and other answers or criteria will do: the digest of its case set
+    is returned. (None says that this is no log: its log must be converted anew.)
     """
     made, ours = made_from["case_set_sha256"], case_set["sha256"]
     if made == ours:
@@ -611,8 +616,8 @@ def of_case_set(made_from, case_set, source, regrade=False):
         return made
     raise RunError(f"{source} was made from another case set ({made_from.get('cases', 'a file')}, {made[:12]}) than "
                    f"{case_set['file']} ({ours[:12]}); name its own with --cases"
-                   + (", or grade its trials with today's answers with --regrade: the inputs are the same"
-                      if same_inputs else ""))
+                   + (", as the inputs differ" if not same_inputs else ", or grade its trials with today's answers "
+                      f"with --regrade{' when its log is converted' * (regrade is None)}: the inputs are the same"))
 
 
 def of_task(made_with, task, source, regrade=False):
@@ -733,9 +738,9 @@ def run_command(main):
 
 
 def file_name(text):
-    """An argparse type: a file's name. An empty one is most likely a shell variable that was not set."""
-    if not text:
-        raise argparse.ArgumentTypeError("the file's name is empty")
+    """An argparse type: a file's name, and no folder's. An empty one is likely a shell variable that was not set."""
+    if not text or text.endswith(("/", os.sep)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no file's name")
     return text
 
 
@@ -751,7 +756,7 @@ def refuse_inputs(outputs, inputs):
     inputs = [path for path in inputs if path and os.path.exists(path)]
     for out in filter(None, outputs):
         if os.path.exists(out) and any(os.path.samefile(out, path) for path in inputs):
-            raise RunError(f"{out} is an input; name another file to write")
+            raise RunError(f"{out} is an input; name another file to write (--out F)")
 
 
 def add_benchmark_options(parser):
@@ -769,7 +774,7 @@ def number_from(low, kind, high=math.inf):
         if not (low <= value <= high and value < math.inf):
             raise argparse.ArgumentTypeError(f"{text} is not a number from {low}" + f" to {high}" * (high < math.inf))
         return value
-    number.__name__ = "number"
+    number.__name__ = "whole number" if kind is int else "number"
     return number
 
 
@@ -812,7 +817,7 @@ def new_run_id():
 
 def main(argv=None):
     """Check, record or grade, and return the exit status."""
-    parser = argparse.ArgumentParser(description="Check a case set, record a quick system, grade a recording.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Check a case set, record a quick system, grade a recording.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="validate the case set and prove its checks")
     recorder = commands.add_parser("record", help="record a quick system, everything in memory")

@@ -649,6 +649,8 @@ class OpenAISystem(ChatSystem):
     def __init__(self, name, model, endpoint=None, **options):
         if not endpoint:
             raise RunError(f"model_triage:openai={model} needs --endpoint URL")
+        if endpoint.rstrip("/").endswith("/chat/completions"):
+            raise RunError(f"endpoint {endpoint} is the API's address; name the server's base, which ends in /v1 or before")
         super().__init__(name, model, endpoint.rstrip("/").removesuffix("/v1"), **options)
         self.model = model
 
@@ -724,7 +726,10 @@ def ollama(tag, **options):
 
 
 def openai(model, **options):
-    """Return the system of a model on an OpenAI-compatible server, which `endpoint` names."""
+    """Return the system of a model on an OpenAI-compatible server, which `endpoint` names. Raises RunError for
+    `think`, which has no common name there."""
+    if "think" in options:
+        raise RunError("--think is for Ollama; use --extra-body for what this server calls it")
     return OpenAISystem(f"model-triage-{model.lower()}", model, **options)
 
 

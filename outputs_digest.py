@@ -29,7 +29,7 @@ def outputs_digest(path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Print a digest of what the trials of each log returned.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Print a digest of what the trials of each log returned.")
     parser.add_argument("logs", nargs="+", metavar="LOG")
     for path in parser.parse_args(argv).logs:
         digest, count = outputs_digest(path)

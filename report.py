@@ -279,11 +279,14 @@ def summarize(source, manifest, results, case_set, prices=(None, None)):
     latencies_s = {"trials": len(ordered)} | {name: nearest_rank(ordered, percent) for name, percent in (
         ("median", 50), ("p90", 90), ("p95", 95))}
     verdicts = {verdict: sum(counts[verdict] for counts in per_case.values()) for verdict in harness.VERDICTS}
-    mixed = what_mixes(manifest["sessions"], tally.named)
+    replies = {name: sorted({pair[place] for pair in tally.named if pair[place]})
+               for place, name in enumerate(("models", "servers"))}
+    mixed = what_mixes(manifest["sessions"], replies)
     return {
         "system": manifest["system"], "source": source, "run_id": manifest["run_id"],
         "recording_sha256": manifest["recording_sha256"], "task": manifest["task"],
-        "regraded_from": manifest["regraded_from"], "sessions": manifest["sessions"], "mixed": mixed,
+        "regraded_from": manifest["regraded_from"], "sessions": manifest["sessions"],
+        "named_in_replies": replies, "mixed": mixed,
         "trials_per_case": trials, "cases": len(cases), "verdicts": verdicts, "not_run": not_run,
         "failures_by_check": dict(tally.failures.most_common()),
         "incomplete_by_error": dict(tally.errors.most_common()),
@@ -294,7 +297,7 @@ def summarize(source, manifest, results, case_set, prices=(None, None)):
         "one_trial": columns and {"passed_cases": columns, "min": min(columns), "max": max(columns)},
         "latency_s": latencies_s, "wall_s": manifest.get("wall_s"),
         "usage": tally.usage.summary(verdicts["pass"], len(cases), *prices),
-        "notes": notes(manifest, mixed, per_case, latencies_s),
+        "notes": notes(manifest, replies, mixed, per_case, latencies_s),
     }, ordered
 
 
@@ -319,13 +322,13 @@ def outcomes_by_group(per_case):
     return groups
 
 
-def what_mixes(sessions, named):
-    """Return what differs within a log, as a dict of lists: between its sessions, or between its replies (`named`
-    holds the pairs of model and server that they name)."""
+def what_mixes(sessions, replies):
+    """Return what differs within a log, as a dict of lists: between its sessions, or between the models and servers
+    that its replies name."""
     values = {key: [session[key] for session in sessions] for key in ("server", "endpoint", "workers")}
     values |= {key: [session["environment"].get(key) for session in sessions]
                for key in ("python", "platform", "hardware")}
-    values |= {"model in replies": [model for model, _ in named], "server in replies": [server for _, server in named]}
+    values |= {f"{name} in replies": found for name, found in replies.items()}
     distinct = {key: sorted({str(value) for value in found if value is not None}) for key, found in values.items()}
     return {key: found for key, found in distinct.items() if len(found) > 1}
 
@@ -364,14 +367,20 @@ class Usage:
         return summary
 
 
-def notes(manifest, mixed, per_case, latency_s):
+def notes(manifest, replies, mixed, per_case, latency_s):
     """Return what a reader must know before trusting the numbers, a sentence each."""
     found = []
     if manifest["regraded_from"]:
         found.append(f"made from case set {manifest['regraded_from'][:12]}, whose inputs are the same, and graded anew "
                      "with today's answers")
+    made_with = {session["task"]["sha256"] for session in manifest["sessions"]}
+    if made_with - {manifest["task"]["sha256"]}:
+        found.append(f"the task {manifest['task']['name']} has changed since this log was made, and grades it as it is now")
     found += [f"this log mixes {key}: {', '.join(values)}; its trials may not be alike"
               for key, values in mixed.items()]
+    asked = manifest["system"]["model"].partition("@")[0]
+    if others := [model for model in replies["models"] if model != asked]:
+        found.append(f"replies name the model {', '.join(others)}, where {asked} was asked for")
     ran_twice = [counts for counts in per_case.values() if sum(counts["outcomes"].values()) - counts["not_run"] > 1
                  and counts["distinct_outputs"]]
     temperature = manifest["system"]["sampling"].get("temperature")
@@ -409,8 +418,8 @@ def compare(a, b):
         half = t_quantile(m - 1) * math.sqrt(sum((one - mean) ** 2 for one in differences) / (m - 1) / m)
         interval = rounded((max(-1.0, (mean - half) / unit), min(1.0, (mean + half) / unit)))
     told = [f"trials per case differ: {n_a} and {n_b}"] if n_a != n_b else []
-    told += [f"sampling differs: {line}" for line in bench.differences("sampling", a["system"]["sampling"],
-                                                                       b["system"]["sampling"])]
+    told += [f"sampling differs: {line}" for line in bench.differences(
+        "sampling", a["system"]["sampling"], b["system"]["sampling"], "in a", "in b")]
     return pair | {
         "difference": round(mean / unit, 4), "better": sum(one > 0 for one in differences),
         "worse": sum(one < 0 for one in differences), "equal": differences.count(0),
@@ -471,13 +480,13 @@ def sign_flip_p_value(differences):
         totals = [0]
         for one in differing:
             totals = [total + sign for total in totals for sign in (one, -one)]
-        return {"p": sum(abs(total) >= observed for total in totals) / len(totals), "method": "exact, over cases"}
+        return {"p": sum(abs(total) >= observed for total in totals) / len(totals), "method": "exact, over the signs of the cases"}
     import random
     draw, hits = random.Random(len(differing)), 1
     for _ in range(SIGN_SAMPLES):
         signs = draw.getrandbits(len(differing))
         hits += abs(sum(one if signs >> i & 1 else -one for i, one in enumerate(differing))) >= observed
-    return {"p": hits / (SIGN_SAMPLES + 1), "method": f"{SIGN_SAMPLES} drawn sign patterns, over cases"}
+    return {"p": hits / (SIGN_SAMPLES + 1), "method": f"{SIGN_SAMPLES} drawn patterns of the signs of the cases"}
 
 
 # --- deciding ---------------------------------------------------------------------------------------------
@@ -493,6 +502,8 @@ def rule(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not METRIC>=NUMBER (or <=, >, <, ==) with METRIC pass@K, pass^K, incomplete, not_run, flaky, "
             "each with a [class] if wanted, or p95_s")
+    if found[1].startswith("pass") and not 0 <= float(found[3]) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a chance lies between 0 and 1")
     return text.strip(), found[1], found[2], float(found[3])
 
 
@@ -513,7 +524,8 @@ def decide(wanted, system, lower_bound):
         value = system["latency_s"]["p95"]
         why = None if value is not None else "no trial returned an output"
     else:
-        behind = [case_id for case_id, counts in cases.items() if counts["pass"] < len(counts["marks"])]
+        behind = [case_id for case_id, counts in cases.items()
+                  if (counts["pass"] > 0 if sign.startswith("<") else counts["pass"] < len(counts["marks"]))]
         missing = sum(counts["not_run"] for counts in cases.values())
         if missing:
             why = f"{missing} planned trials were not run"
@@ -540,7 +552,7 @@ def against_baseline(system, baseline, path):
     try:
         older = [one for one in baseline["systems"] if one["system"]["name"] == system["system"]["name"]]
         if baseline["case_set"]["sha256"] != system["case_set_sha256"]:
-            raise RunError(f"{path} is of another case set")
+            raise RunError(f"{path} is of another case set; make it anew from its log (--regrade, if answers changed)")
         if not older:
             raise RunError(f"{path} has no system {system['system']['name']}")
         older = next((one for one in older if not one["not_run"]), older[-1])    # a whole one, where there is one
@@ -550,7 +562,7 @@ def against_baseline(system, baseline, path):
     except (TypeError, LookupError, AttributeError):
         raise RunError(f"{path} is not a report of this version ({REPORT_VERSION})") from None
     met = "refused" not in compared and not (compared["difference"] < 0 and compared["on_these_cases"]["p"] < 0.05)
-    return {"rule": f"not worse than in {Path(path).name}", "system": system["system"]["name"],
+    return {"rule": f"not significantly worse than in {Path(path).name}", "system": system["system"]["name"],
             "source": system["source"], "value": compared.get("difference"),
             "p": compared.get("on_these_cases", {}).get("p"), "met": met, "why": compared.get("refused"), "cases": behind}
 
@@ -590,7 +602,22 @@ def headline(system):
             yield f"{title}: " + words(system[key])
 
 
-def figures(system):
+CURVE_HEAD = ("k", "pass@k", "95 % interval", "pass^k", "95 % interval")
+
+
+def shown_k(system):
+    """Return the values of k, as keys of a curve, that are shown."""
+    return [str(k) for k in SHOWN_K if k < system["trials_per_case"]] + [str(system["trials_per_case"])]
+
+
+def curve_rows(system):
+    """Return the rows of a table of both curves with their intervals."""
+    values, intervals = system["curve"], system["curve_interval_95"]
+    return [(k, *(cell for name in ("pass_at_k", "pass_power_k")
+                  for cell in (f"{values[k][name]:.4f}", percent(intervals[k][name])))) for k in shown_k(system)]
+
+
+def figures(system, curves=True):
     """Yield the lines of figures: flaky cases, curves with their intervals, spread, latency, tokens, cost."""
     for title, key in (("flaky", "flaky_cases"), ("never passed", "never_passed")):
         yield f"{title}: " + (", ".join(system[key]) or "none")
@@ -598,8 +625,8 @@ def figures(system):
         yield "critical cases: " + words(system["outcomes"]["critical"])
     if system["curve"] is None:
         yield f"no pass@k and no pass^k: {system['not_run']} planned trials were not run"
-    else:
-        shown = [str(k) for k in SHOWN_K if k < system["trials_per_case"]] + [str(system["trials_per_case"])]
+    elif curves:
+        shown = shown_k(system)
         yield "k       " + " ".join(k.rjust(6) for k in shown)
         for title, name in (("pass@k", "pass_at_k"), ("pass^k", "pass_power_k")):
             yield f"{title:8}" + " ".join(f"{system['curve'][k][name]:.4f}".rjust(6) for k in shown)
@@ -607,7 +634,7 @@ def figures(system):
                 intervals = [system["curve_interval_95"][k][name] for k in shown]
                 if intervals[0]:
                     yield f"{end:8}" + " ".join(f"{interval[place]:.4f}".rjust(6) for interval in intervals)
-        one = system["one_trial"]
+    if one := system["one_trial"]:
         yield f"one trial alone would have shown {one['min']} to {one['max']} of {system['cases']} cases passed"
     latency, usage = system["latency_s"], system["usage"]
     if latency["trials"]:
@@ -618,8 +645,13 @@ def figures(system):
         yield f"tokens: {usage['tokens_in']} in, {usage['tokens_out']} out" \
               + (f", {usage['tokens_per_s']:.1f} a second generated" if usage["tokens_per_s"] else "")
     if usage.get("cost"):
-        yield "cost: " + ", ".join(f"{value:.3g} {key.replace('_', ' ')}"
-                                   for key, value in usage["cost"].items() if value)
+        yield "cost: " + ", ".join(f"{value:.3g} {key.replace('_', ' ')}" for key, value in usage["cost"].items()
+                                   if value) + f" (of {min(usage['trials_counted'].values())} trials with counts)"
+
+
+def passed_of(counts):
+    """Return how many of a case's trials that ran passed, as a fraction."""
+    return f"{counts['pass']}/{len(counts['marks']) - counts['not_run']}"
 
 
 def block(system, color=False):
@@ -632,20 +664,19 @@ def block(system, color=False):
     yield "  " + padded("case", columns) + "  " + "passed".ljust(fraction) + "  95 % interval  trials (" \
           + ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()) + ")"
     for case_id, counts in system["per_case"].items():
-        passed = f"{counts['pass']}/{trials}"
-        yield f"  {padded(case_id, columns)}  {passed.ljust(fraction)}  {percent(counts['interval_95']):13}  " \
+        yield f"  {padded(case_id, columns)}  {passed_of(counts).ljust(fraction)}  {percent(counts['interval_95']):13}  " \
               + (colored(counts["marks"]) if color else counts["marks"])
     yield from ("  " + line for line in figures(system))
 
 
 def comparison_lines(compared):
     """Yield the lines on one comparison."""
-    yield f"{compared['b']} ({compared['sources'][1]}) against {compared['a']} ({compared['sources'][0]})"
+    yield f"a: {compared['a']} ({compared['sources'][0]}), b: {compared['b']} ({compared['sources'][1]})"
     if "refused" in compared:
         yield f"  not compared: {compared['refused']}"
         return
-    yield f"  mean pass rate {compared['difference']:+.4f}; better on {compared['better']} cases, worse on " \
-          f"{compared['worse']}, equal on {compared['equal']}"
+    yield f"  mean pass rate of b minus that of a: {compared['difference']:+.4f}; cases on which b is better " \
+          f"{compared['better']}, worse {compared['worse']}, equal {compared['equal']}"
     for key in ("on_these_cases", "on_cases_like_these"):
         answer = compared[key]
         yield f"  {answer['question']} p = {answer['p']:.3g} ({answer['method']})" \
@@ -658,7 +689,7 @@ def decision_line(decision):
     """Return the line on one decision."""
     value = "cannot be computed" if decision["value"] is None else f"{decision['value']:.4g}"
     return f"{'met' if decision['met'] else 'NOT MET'}: {decision['rule']} for {decision['system']} " \
-           f"({decision['source']}): {value}" + (f", {decision['why']}" if decision["why"] else "") \
+           f"({decision['source']}): {value}" + (f", p = {decision['p']:.3g}" if decision.get("p") is not None else "") + (f", {decision['why']}" if decision["why"] else "") \
            + (f"; cases behind it: {', '.join(decision['cases'])}" if decision["cases"] and not decision["met"] else "")
 
 
@@ -699,7 +730,7 @@ def trial_lines(result):
 
 def md(text):
     """Return a text that GitHub's Markdown shows as it is: each character that could be markup is an entity."""
-    plain = r"[^A-Za-z0-9 .,\u0080-\uffff\U00010000-\U0010ffff]"
+    plain = r"^-|[^A-Za-z0-9 .,()^=%;'\u0080-\uffff\U00010000-\U0010ffff-]"
     return re.sub(plain, lambda found: f"&#{ord(found[0])};", harness.printable(text))
 
 
@@ -716,9 +747,11 @@ def markdown(report, failures):
     for system in report["systems"]:
         yield f"## {md(system['system']['name'])}\n\n{md(system['system']['model'])}, {system['cases']} cases x " \
               f"{system['trials_per_case']} trials, from {md(system['source'])}\n\n"
-        yield "".join(f"- {md(line)}\n" for line in (*headline(system), *figures(system))) + "\n"
+        yield "".join(f"- {md(line)}\n" for line in (*headline(system), *figures(system, False))) + "\n"
+        if system["curve"]:
+            yield from md_table(CURVE_HEAD, curve_rows(system))
         yield from md_table(("case", "class", "passed", "95 % interval", "outcomes", "trials"), [
-            (md(case_id), md(counts["class"]), f"{counts['pass']}/{system['trials_per_case']}",
+            (md(case_id), md(counts["class"]), passed_of(counts),
              percent(counts["interval_95"]), md(words(counts["outcomes"])),
              f"<code>{md(counts['marks'][:100] + '...' * (len(counts['marks']) > 100))}</code>")
             for case_id, counts in system["per_case"].items()])
@@ -817,7 +850,7 @@ def page(report, cells, latencies, failures):
         yield grid(place, system, numbers)
         yield "".join(f"<p{' class=note' * line.startswith('note: ')}>{h(line)}</p>\n" for line in headline(system))
         yield curves_svg(system) + cases_table(system) + latency_svg(latencies[place]) + "<h3>Figures</h3>\n"
-        yield items(line for line in figures(system) if not re.match(r"k |pass|  ", line))
+        yield items(figures(system, False)) + (table("", CURVE_HEAD, curve_rows(system)) if system["curve"] else "")
         yield outcomes_table(system) + plan_table(system) + "</section>\n"
     for title, lines in sections(report):
         yield f"<section><h2>{title}</h2>\n{items(lines)}</section>\n"
@@ -845,7 +878,7 @@ def grid(place, system, numbers):
             f"<button class={kinds[mark]} data-cell={numbers[place, case_id, trial]} aria-label=\"{h(case_id)}, trial "
             f"{trial}: {kinds[mark]}\">{h(mark)}</button>" for trial, mark in enumerate(marks)) + "</div>"
     return table("", ("case", "passed", "trials"), [
-        (h(case_id), f"{counts['pass']}/{system['trials_per_case']}", cells(case_id, counts["marks"]))
+        (h(case_id), passed_of(counts), cells(case_id, counts["marks"]))
         for case_id, counts in system["per_case"].items()], "grid")
 
 
@@ -923,6 +956,7 @@ def plan_table(system):
     facts |= {f"sampling: {key}": json.dumps(value) for key, value in identity["sampling"].items()}
     facts |= {"task": f"{system['task']['name']} {system['task']['sha256']}", "case set": system["case_set_sha256"],
               "recording": system["recording_sha256"], "run": system["run_id"]}
+    facts |= {f"{name} in replies": ", ".join(found) for name, found in system["named_in_replies"].items() if found}
     for number, session in enumerate(system["sessions"]):
         machine = ", ".join(str(value) for value in session["environment"].values() if value)
         facts[f"session {number}"] = f"{session.get('started_at') or session.get('resumed_at')}: " \
@@ -948,7 +982,7 @@ def logs_in_runs(case_set, regrade):
 
 def parser():
     """Return the command line's parser."""
-    parser = argparse.ArgumentParser(description="Report what trial logs and run records show.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Report what trial logs and run records show.")
     parser.add_argument("inputs", nargs="*", type=harness.file_name, metavar="INPUT",
                         help="trial logs (.jsonl) and run records (.json); default: every log in runs/")
     parser.add_argument("--out", type=harness.output_file, default=str(harness.HERE / "runs" / "report.json"),
@@ -972,9 +1006,10 @@ def parser():
 def print_trials(report, results_of, args, case_set):
     """Print the trials that --failures or --case asks for."""
     if args.case:
-        asked = next((case for case in harness.in_splits(case_set, ["development"]) if case["id"] == args.case), None)
+        cases = {case["id"]: case for case in harness.in_splits(case_set, ["development"])}
+        asked = cases.get(args.case)
         if asked is None:
-            raise RunError(f"{case_set['file']} has no development case {args.case!r}")
+            raise RunError(f"{case_set['file']} has no development case {args.case!r}; it has {', '.join(cases)[:500]}")
         print(harness.printable(json.dumps(asked, ensure_ascii=False)))
     for place, system in enumerate(report["systems"]):
         print(harness.printable(f"{system['system']['name']}, from {system['source']}"))
@@ -987,6 +1022,8 @@ def print_trials(report, results_of, args, case_set):
 def main(argv=None):
     """Report, and return the exit status: 3 where a rule is not met."""
     args = parser().parse_args(argv)
+    if (args.price_in is None) != (args.price_out is None):
+        parser().error("--price-in and --price-out go together")
     task = harness.load_task(args.task)
     case_set = harness.load_cases(args.cases, task)
     baseline = args.baseline and harness.read_json(args.baseline)

@@ -32,7 +32,7 @@ import report
 import triage_task
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = [path.name for path in HERE.glob("*.py")] + ["cases.json"]
+SCRIPTS = ["bench.py", "report.py", "harness.py", "model_triage.py", "triage_task.py", "outputs_digest.py", "cases.json"]
 DEVELOPMENT = ["charged-twice", "stuck-tracking", "password-changed", "product-advice", "refund-missing",
                "charged-after-closing", "blank-message", "missing-body", "late-order"]
 ENVIRONMENT = {key: value for key, value in os.environ.items()
@@ -352,7 +352,8 @@ quick.respond = lambda case, trial: harness.Answer({}, {"model": f"m{trial}", "s
 """)
         self.bench("--trials", 2, system="mixed:quick")
         written, out = self.report()
-        self.assertEqual(written["systems"][0]["mixed"], {"model in replies": ["m0", "m1"]})
+        self.assertEqual(written["systems"][0]["mixed"], {"models in replies": ["m0", "m1"]})
+        self.assertIn("replies name the model m0, m1, where none was asked for", out)
 
     def test_outputs_digest_is_free_of_times_and_order(self):
         self.bench(system="model_triage:embedded")
@@ -434,6 +435,19 @@ a.sampling, b.sampling = {"stop": None}, {}
     def test_factory_that_fails_is_one_line(self):
         (self.folder / "failing.py").write_text("def make(model): raise ValueError('no ' + model)\n")
         self.assertIn("ValueError: no x", self.refused("bench.py", "--system", "failing:make=x"))
+
+    def test_system_whose_every_trial_fails_is_pointed_out(self):
+        (self.folder / "failing.py").write_text(SYSTEMS + "\nquick.respond = lambda case, trial: 1 / 0\n")
+        _, err = self.bench("--trials", 1, system="failing:quick")
+        self.assertIn("note: every trial of this run is incomplete", err)
+
+    def test_options_that_do_not_fit(self):
+        for args, said in ((["--system", "model_triage:openai=m", "--endpoint", "http://h", "--think", "on"], "for Ollama"),
+                           (["--system", "model_triage:openai=m", "--endpoint", "http://h/v1/chat/completions"], "base")):
+            self.assertIn(said, self.refused("bench.py", "--log", self.log, *args))
+        for args in (["--regrade"], ["--trial", "3"], ["--log", "folder/"]):
+            self.inside(bench, *args, status=2)
+        self.inside(report, self.log, "--price-in", "1", status=2)
 
     def test_options_that_a_fixed_system_does_not_take(self):
         self.assertIn("takes no --temperature",
@@ -1268,6 +1282,10 @@ class TamperedLogs(BenchTest):
 
     def test_resume_line_without_its_keys(self):
         self.refused_as(self.changed(2, workers="two"), "line 2: `workers`")
+
+    def test_log_where_json_is_wanted_is_named_as_one(self):
+        for module, args in ((harness, ["run", "--recording", self.log, "--out", "o.json"]), (report, [self.log, "--baseline", self.log])):
+            self.assertIn("is a trial log: report.py reads it", self.refused_inside(module, *args))
 
     def test_half_of_a_row_that_is_json_is_not_forgiven(self):
         self.refused_as(b"".join(self.lines) + b"12", f"line {len(self.lines) + 1}: it is not a trial")
@@ -2337,7 +2355,8 @@ class HowItFails(BenchTest):
         self.assertEqual(len(re.findall(r"(?m)^  late-order, trial \d+ \(seed \d+\): \w+", out)), 10)
         self.assertIn("birthday present", out)
         for case_id in ("nobody", "job-question"):
-            self.assertIn(case_id, self.refused("report.py", self.log, "--case", case_id, "--out", self.folder / "r.json"))
+            self.assertIn(f"no development case '{case_id}'; it has charged-twice, ", self.refused(
+                "report.py", self.log, "--case", case_id, "--out", self.folder / "r.json"))
 
     def test_control_characters_of_a_model_never_reach_the_terminal(self):
         (self.folder / "odd.py").write_text(r"""['\x1b[31mred', {'a': '\x07\x9b1m\u202e'}, '\r\n\x1b]0;title\x07']""")
@@ -2457,7 +2476,7 @@ class IsBBetterThanA(BenchTest):
     def test_sign_flip_p_value_above_sixteen_cases_is_sampled_and_repeatable(self):
         found = report.sign_flip_p_value([1] * 12 + [-1] * 8)
         self.assertEqual(found, report.sign_flip_p_value([1] * 12 + [-1] * 8))
-        self.assertIn("9999 drawn sign patterns", found["method"])
+        self.assertIn("9999 drawn patterns", found["method"])
         self.assertAlmostEqual(found["p"], 0.5034, delta=0.02)    # P(|heads - 10| >= 2) of 20
 
     def two(self, a="ok", b="ok", args_a=(), args_b=(), cases=(case(), case(id="two"))):
@@ -2484,7 +2503,7 @@ class IsBBetterThanA(BenchTest):
         self.run_script("bench.py", "--system", "systems:other", "--log", self.folder / "c.jsonl", "--cases",
                         self.folder / "cases.json", "--trials", 4)
         written, out = self.report(self.folder / "a.jsonl", self.folder / "c.jsonl", "--cases", self.folder / "cases.json")
-        self.assertIn("sampling differs: sampling.temperature (1.0 there, 0.5 here)", out)
+        self.assertIn("sampling differs: sampling.temperature (1.0 in a, 0.5 in b)", out)
 
     def test_trials_that_were_not_run_and_other_tasks_are_not_compared(self):
         written, out = self.two(args_b=("--budget-s", 0))
@@ -2548,7 +2567,7 @@ class CanIShip(BenchTest):
         self.assertIn("30 planned trials were not run", decision["why"])
 
     def test_rules_that_make_no_sense_are_bad_usage(self):
-        for text in ("pass@0>=1", "pass>=1", "pass@1", "pass@1>=x", "speed>1", "p95_s[billing]<1"):
+        for text in ("pass@0>=1", "pass^3>=20", "pass>=1", "pass@1", "pass@1>=x", "speed>1", "p95_s[billing]<1"):
             _, err = self.inside(report, self.log, "--require", text, status=2)
             self.assertIn("usage:", err)
 
@@ -2674,7 +2693,7 @@ class Pages(BenchTest):
                 self.assertIn(line.count("|"), (6, 7))    # tables of five and of six columns, whatever the cells hold
         shown = html.unescape(text)
         self.assertIn("<img src=x onerror=alert(1)>", shown)
-        self.assertNotRegex(re.sub(r"&#\d+;", "", text), r"[`*_\[\]@]|https?:")
+        self.assertNotRegex(re.sub(r"&#\d+;|pass@k", "", text), r"[`*_\[\]@]|https?:")
 
     def test_above_20000_cells_a_bar_stands_in_for_a_cases_marks(self):
         before, report.MOST_CELLS = report.MOST_CELLS, 8
@@ -2710,9 +2729,21 @@ class CorrectedAnswers(BenchTest):
         again, out4 = self.report(self.folder / "o.json", "--cases", new)
         for text in (out, out4, (self.folder / "p.html").read_text(), html.unescape((self.folder / "p.md").read_text())):
             self.assertIn("graded anew with today", text)
+        self.run_script("bench.py", "--log", self.log, "--cases", old, "--convert", self.folder / "r.json")
+        self.assertIn("--regrade when its log is converted", self.refused(
+            "harness.py", "run", "--cases", new, "--recording", self.folder / "r.json", "--out", "o.json"))
+        self.assertIn("report.py --regrade", self.refused("bench.py", "--system", "systems:quick", "--log", self.log, "--cases", new,
+                                                          "--trials", 2))
         for text in (out2, out3):
             self.assertIn("other answers than it was made with", text)
         self.assertEqual(again["systems"][0]["regraded_from"], system["regraded_from"])
+
+    def test_task_that_has_changed_since_is_said(self):
+        (self.folder / "mine.py").write_text((HERE / "triage_task.py").read_text())
+        self.bench("--trials", 1, "--task", "mine")
+        self.assertNotIn("has changed", self.report(self.log, "--task", "mine")[1])
+        (self.folder / "mine.py").write_text((HERE / "triage_task.py").read_text() + "# corrected\n")
+        self.assertIn("the task mine has changed since this log was made", self.report(self.log, "--task", "mine")[1])
 
     def test_other_inputs_are_refused_with_regrade_too(self):
         self.bench("--trials", 1, "--cases", self.cases_file(case(), name="old.json"))
@@ -2771,9 +2802,8 @@ class Readme(BenchTest):
         self.says("".join(f"    {line}\n" for line in block.splitlines()))
 
     def test_every_file_is_listed(self):
-        for path in [*HERE.glob("*.*"), *(HERE / "recorded").iterdir()]:
-            if path.suffix in (".py", ".json", ".jsonl"):
-                self.says(path.name)
+        for name in (*SCRIPTS, "test_bench.py", *os.listdir(HERE / "recorded")):
+            self.says(name)
 
     def test_its_own_system_runs(self):
         (self.folder / "my_system.py").write_text(re.search(r"```python\n(.*?)```", self.README, re.S)[1])
