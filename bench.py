@@ -77,7 +77,7 @@ def session_fault(line):
     """Return what is wrong with the keys that describe a session (of the header or of a resume line), or None."""
     kinds = {"budget_s": (int, float, type(None)), "workers": int, "environment": dict, "task": dict, "cases": str,
              "endpoint": (str, type(None)), "server": (str, type(None))}
-    return harness.kind_fault(line, kinds) or harness.kind_fault(line["task"], {"name": str})
+    return harness.kind_fault(line, kinds) or harness.kind_fault(line["task"], {"name": str, "sha256": str})
 
 
 class TrialLog:
@@ -161,7 +161,9 @@ class TrialLog:
 
     def _keep(self, row):
         if "case_id" in row:
-            self.held.setdefault(row["case_id"], bytearray(self.header["trials"]))[row["trial"]] = 1
+            if row["case_id"] not in self.held:
+                self.held[row["case_id"]] = bytearray(self.header["trials"])
+            self.held[row["case_id"]][row["trial"]] = 1
             self.count += 1
         else:
             self.sessions.append(row)
@@ -601,7 +603,7 @@ def run_benchmark(system, case_set, task, path, args):
         raise
     logged = log.count
     run = Run(system, log, missing_trials(log, case_set), args.budget_s, args.patience_s, args.request_delay_s)
-    shown = sys.stderr.isatty() and not args.quiet
+    shown = sys.stderr and sys.stderr.isatty() and not args.quiet
     try:
         execute(run, args.workers, (lambda: print(f"\r{progress(run, planned)}", end="", file=sys.stderr, flush=True))
                 if shown else None)

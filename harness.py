@@ -511,7 +511,9 @@ class TrialDigest:
 
     def add(self, value):
         """Add a trial: a dict of `case_id`, `trial` and what else counts."""
-        digests = self.digests.setdefault(value["case_id"], bytearray(32 * self.trials))
+        if value["case_id"] not in self.digests:
+            self.digests[value["case_id"]] = bytearray(32 * self.trials)
+        digests = self.digests[value["case_id"]]
         start = 32 * value["trial"]
         digests[start:start + 32] = hashlib.sha256(encode(value, sort_keys=True)).digest()
 
@@ -695,6 +697,8 @@ def result_fault(result, case_ids, trials):
     """Return what is wrong with one result of a run record, or None."""
     if not isinstance(result, dict) or result.get("verdict") not in VERDICTS:
         return "it has no verdict"
+    if missing := {"case_id", "trial", "check", "reason", "output", "error", "metadata"} - set(result):
+        return f"`{sorted(missing)[0]}` is missing"
     if (result["verdict"] != "pass") != isinstance(result.get("reason"), str):
         return "a reason goes with every verdict but pass"
     if (result["verdict"] == "fail") != isinstance(result.get("check"), str):

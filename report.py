@@ -9,6 +9,7 @@
 A metric that the data cannot support is not printed: with any planned trial not run there is no curve.
 """
 import argparse
+import itertools
 import json
 import math
 import os
@@ -35,7 +36,8 @@ FEW_LATENCIES = 100
 MOST_CELLS = 20_000    # more are shown as a bar for each case
 MOST_EXACT_STEPS = 20_000_000
 SIGN_SAMPLES = 9999
-MOST_KNOWN = 10_000
+MOST_FAILURES = 100    # of a system, in what is pasted
+MOST_SHOWN = 500    # characters of an output, on a page and in Markdown
 
 
 # --- metrics ----------------------------------------------------------------------------------------------
@@ -116,18 +118,24 @@ def rounded(interval):
 
 
 def curve(n, passes):
-    """Return (curve, intervals), each a dict with the keys "1" to "n", from each case's passes of n trials: both
-    metrics as means over cases, and their 95 % intervals."""
+    """Return (values, intervals), each a dict with the keys "1" to "n", from each case's passes of n trials: both
+    metrics as means over cases, and their 95 % intervals. Nothing is rounded yet."""
     cases, m = Counter(passes), len(passes)
     values, intervals = {str(k): {} for k in range(1, n + 1)}, {str(k): {} for k in range(1, n + 1)}
     for name, metric in (("pass_at_k", pass_at_k), ("pass_power_k", pass_power_k)):
         counts, by_case = list(cases.values()), [metric(n, c) for c in cases]
         for k, column in enumerate(zip(*by_case), 1):
-            mean = math.fsum(map(float.__mul__, column, map(float, counts))) / m
+            mean = math.fsum(count * value for count, value in zip(counts, column)) / m
             variance = sum(count * (value - mean) ** 2 for count, value in zip(counts, column)) / max(m - 1, 1)
-            values[str(k)][name] = round(mean, 4)
-            intervals[str(k)][name] = rounded(mean_interval(mean, variance, m, n))
+            values[str(k)][name] = mean
+            intervals[str(k)][name] = mean_interval(mean, variance, m, n)
     return values, intervals
+
+
+def rounded_curve(curve):
+    """Return a curve's values, or its intervals, to four places."""
+    return {k: {name: rounded(value) if isinstance(value, tuple) else value and round(value, 4)
+                for name, value in both.items()} for k, both in curve.items()}
 
 
 def nearest_rank(ordered, percent):
@@ -136,19 +144,19 @@ def nearest_rank(ordered, percent):
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)] if ordered else None
 
 
-def ran_and_did_not_pass(counts):
-    """Return how many trials of a case ran and did not pass. (Those not run are among the incomplete ones.)"""
-    return counts["fail"] + counts["incomplete"] - counts["not_run"]
+def ran(counts):
+    """Return how many trials of a case ran. (Those that did not are among the incomplete ones.)"""
+    return len(counts["marks"]) - counts["not_run"]
 
 
 def is_flaky(counts):
     """True if, among the trials of a case that ran, some passed and some did not."""
-    return counts["pass"] > 0 and ran_and_did_not_pass(counts) > 0
+    return 0 < counts["pass"] < ran(counts)
 
 
 def never_passed(counts):
     """True if a case ran at least once and never passed."""
-    return counts["pass"] == 0 and ran_and_did_not_pass(counts) > 0
+    return counts["pass"] == 0 < ran(counts)
 
 
 def outcome(result):
@@ -198,7 +206,9 @@ def from_run_record(path, case_set):
     record = harness.read_json(path)
     try:
         manifest, results = record["manifest"], record["results"]
-        faults = (harness.plan_fault(manifest), *map(bench.session_fault, manifest["sessions"]))
+        faults = (harness.plan_fault(manifest), *map(bench.session_fault, manifest["sessions"]),
+                  harness.kind_fault(manifest["task"], {"name": str, "sha256": str}),
+                  harness.kind_fault(manifest, {"regraded_from": (str, type(None)), "recording_sha256": str}))
         if fault := next(filter(None, faults), None):
             raise RunError(f"{path}: its manifest: {fault}")
         harness.of_case_set({"case_set_sha256": manifest["case_set"]["sha256"],
@@ -227,7 +237,6 @@ class Tally:
         self.outputs = {case["id"]: array("q") for case in cases}
         self.failures, self.errors, self.latencies = Counter(), Counter(), array("d")
         self.named, self.usage = set(), Usage()
-        self.known = {}    # an output as Python writes it -> its 8 bytes: most outputs come again and again
 
     def add(self, result):
         """Count one graded trial."""
@@ -241,8 +250,8 @@ class Tally:
             self.errors[result["error"]["types"][0]] += 1
         if result["error"] is None:
             self.latencies.append(metadata["recorded_latency_s"])
-            self.outputs[case_id].append(self.eight_bytes(result["output"]))
-        self.usage.add(metadata)
+            self.outputs[case_id].append(hash(harness.encode(result["output"], sort_keys=True)))
+        self.usage.add(metadata, result["verdict"] == "pass")
         model, server = metadata.get("model"), metadata.get("server")
         self.named.add((model if isinstance(model, str) else None, server if isinstance(server, str) else None))
 
@@ -293,10 +302,10 @@ def summarize(source, manifest, results, case_set, prices=(None, None)):
         "outcomes": outcomes_by_group(per_case), "per_case": per_case,
         "flaky_cases": [case_id for case_id, counts in per_case.items() if is_flaky(counts)],
         "never_passed": [case_id for case_id, counts in per_case.items() if never_passed(counts)],
-        "curve": values, "curve_interval_95": intervals,
+        "curve": values and rounded_curve(values), "curve_interval_95": intervals and rounded_curve(intervals),
         "one_trial": columns and {"passed_cases": columns, "min": min(columns), "max": max(columns)},
         "latency_s": latencies_s, "wall_s": manifest.get("wall_s"),
-        "usage": tally.usage.summary(verdicts["pass"], len(cases), *prices),
+        "usage": tally.usage.summary(trials, *prices),
         "notes": notes(manifest, replies, mixed, per_case, latencies_s),
     }, ordered
 
@@ -305,11 +314,11 @@ def counts_of(marks):
     """Return a case's counts (not-run trials among the incomplete ones), its marks in order of trial, and its pass
     rate among the trials that ran with its 95 % Wilson interval."""
     not_run, passed = marks.count(MARKS["not run"]), marks.count(MARKS["pass"])
-    ran = len(marks) - not_run
+    runs = len(marks) - not_run
     return {"pass": passed, "fail": marks.count(MARKS["fail"]),
             "incomplete": marks.count(MARKS["incomplete"]) + not_run, "not_run": not_run, "marks": marks,
-            "pass_rate": round(passed / ran, 4) if ran else None,
-            "interval_95": rounded(wilson(passed / ran, ran)) if ran else None}
+            "pass_rate": round(passed / runs, 4) if runs else None,
+            "interval_95": rounded(wilson(passed / runs, runs)) if runs else None}
 
 
 def outcomes_by_group(per_case):
@@ -337,34 +346,41 @@ class Usage:
     """Tokens and generation time over trials. A count that a server did not give is missing, never zero."""
 
     def __init__(self):
-        self.tokens = {"in": 0, "out": 0}
-        self.trials = {"in": 0, "out": 0}
+        self.tokens, self.trials = {"in": 0, "out": 0}, {"in": 0, "out": 0}
+        self.both = {"in": 0, "out": 0, "trials": 0, "passed": 0}    # of the trials that were counted both ways
         self.timed_tokens = self.generation_s = 0
 
-    def add(self, metadata):
+    def add(self, metadata, passed):
         """Add one trial's metadata."""
-        for way in ("in", "out"):
-            count = metadata.get(f"tokens_{way}")
-            if isinstance(count, int) and not isinstance(count, bool):
-                self.tokens[way] += count
-                self.trials[way] += 1
-        out, generation_s = metadata.get("tokens_out"), metadata.get("generation_s")
-        if isinstance(out, int) and isinstance(generation_s, (int, float)) and generation_s > 0:
-            self.timed_tokens += out
-            self.generation_s += generation_s
+        counts = {way: count for way in ("in", "out") if sane(count := metadata.get(f"tokens_{way}"), int)}
+        for way, count in counts.items():
+            self.tokens[way] += count
+            self.trials[way] += 1
+        if len(counts) == 2:
+            for key, value in {**counts, "trials": 1, "passed": passed}.items():
+                self.both[key] += value
+        if "out" in counts and sane(metadata.get("generation_s"), (int, float)) and metadata["generation_s"] > 1e-6:
+            self.timed_tokens += counts["out"]
+            self.generation_s += metadata["generation_s"]
 
-    def summary(self, passed, cases, price_in, price_out):
-        """Return tokens, their rate, and, with both prices (per million tokens), the cost over the trials that
-        were counted both ways."""
+    def summary(self, trials_per_case, price_in, price_out):
+        """Return tokens, their rate, and, with both prices (per million tokens), the cost, over the trials that
+        were counted both ways: of one, of as many as a case has, and of all for each that passed."""
         summary = {f"tokens_{way}": self.tokens[way] if self.trials[way] else None for way in ("in", "out")}
-        summary |= {"trials_counted": self.trials,
+        summary |= {"trials_counted": self.trials, "trials_counted_both": self.both["trials"],
                     "tokens_per_s": round(self.timed_tokens / self.generation_s, 2) if self.generation_s else None}
-        counted = min(self.trials.values())
-        if price_in is not None and price_out is not None:
-            cost = (self.tokens["in"] * price_in + self.tokens["out"] * price_out) / 1e6
-            summary["cost"] = {"per_trial": cost / counted, "per_case": cost / cases,
-                               "per_passed_trial": cost / passed if passed else None} if counted else None
+        if price_in is not None:
+            cost = (self.both["in"] * price_in + self.both["out"] * price_out) / 1e6
+            per_trial = cost / self.both["trials"] if self.both["trials"] else None
+            summary["cost"] = per_trial if per_trial is None else {
+                "per_trial": per_trial, "per_case": per_trial * trials_per_case,
+                "per_passed_trial": cost / self.both["passed"] if self.both["passed"] else None}
         return summary
+
+
+def sane(value, kind):
+    """True if what a server measured is a number of its kind that can be added up."""
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 <= value < 1e12
 
 
 def notes(manifest, replies, mixed, per_case, latency_s):
@@ -375,18 +391,19 @@ def notes(manifest, replies, mixed, per_case, latency_s):
                      "with today's answers")
     made_with = {session["task"]["sha256"] for session in manifest["sessions"]}
     if made_with - {manifest["task"]["sha256"]}:
-        found.append(f"the task {manifest['task']['name']} has changed since this log was made, and grades it as it is now")
+        names = sorted({session["task"]["name"] for session in manifest["sessions"]})
+        found.append(f"the task has changed since this log was made (with {', '.join(names)}); it is graded by "
+                     f"{manifest['task']['name']} as it is now")
     found += [f"this log mixes {key}: {', '.join(values)}; its trials may not be alike"
               for key, values in mixed.items()]
     asked = manifest["system"]["model"].partition("@")[0]
     if others := [model for model in replies["models"] if model != asked]:
         found.append(f"replies name the model {', '.join(others)}, where {asked} was asked for")
-    ran_twice = [counts for counts in per_case.values() if sum(counts["outcomes"].values()) - counts["not_run"] > 1
-                 and counts["distinct_outputs"]]
+    ran_twice = [counts for counts in per_case.values() if ran(counts) > 1 and counts["distinct_outputs"]]
     temperature = manifest["system"]["sampling"].get("temperature")
     if isinstance(temperature, (int, float)) and temperature > 0 and ran_twice \
             and all(counts["distinct_outputs"] == 1 for counts in ran_twice):
-        found.append(f"all trials of every case returned the same output at temperature {temperature:g}: the server "
+        found.append(f"all trials of every case returned the same output at temperature {temperature}: the server "
                      "may ignore the seed or the temperature, or answer from a cache; ask it twice with different seeds")
     if 0 < latency_s["trials"] < FEW_LATENCIES:
         found.append(f"with {latency_s['trials']} latencies, their p95 is close to their maximum")
@@ -414,7 +431,7 @@ def compare(a, b):
     m, unit = len(passes), n_a * n_b
     mean = sum(differences) / m
     interval = None
-    if m > 1:
+    if len(set(differences)) > 1:    # else there is no spread between cases to judge by
         half = t_quantile(m - 1) * math.sqrt(sum((one - mean) ** 2 for one in differences) / (m - 1) / m)
         interval = rounded((max(-1.0, (mean - half) / unit), min(1.0, (mean + half) / unit)))
     told = [f"trials per case differ: {n_a} and {n_b}"] if n_a != n_b else []
@@ -445,7 +462,8 @@ def trial_p_value(passes, n_a, n_b):
     mean = math.fsum(count * s * n_b / n for s, count in both.items())
     variance = math.fsum(count * s * (n - s) * n_a * n_b / (n * n * (n - 1)) for s, count in both.items())
     distance = abs(observed - mean)
-    if 100 * sum(both.values()) * variance > MOST_EXACT_STEPS:
+    cases = sum(both.values())
+    if cases * min(n_a, n_b) * min(cases * min(n_a, n_b), 80 * math.sqrt(variance)) > MOST_EXACT_STEPS:
         p = math.erfc(max(0.0, distance - 0.5) / math.sqrt(2 * variance))
         return {"p": p, "method": "normal approximation of the trials within cases"}
     low, chances = 0, [1.0]
@@ -465,9 +483,9 @@ def trial_p_value(passes, n_a, n_b):
 
 
 def trimmed(low, chances):
-    """Return a distribution (its lowest value, the chances from there up) without ends that are below 1e-25."""
-    first = next((i for i, chance in enumerate(chances) if chance > 1e-25), 0)
-    last = next((i for i in range(len(chances) - 1, -1, -1) if chances[i] > 1e-25), 0)
+    """Return a distribution (its lowest value, the chances from there up) without ends that are below 1e-300."""
+    first = next((i for i, chance in enumerate(chances) if chance > 1e-300), 0)
+    last = next((i for i in range(len(chances) - 1, -1, -1) if chances[i] > 1e-300), 0)
     return low + first, chances[first:last + 1]
 
 
@@ -491,7 +509,7 @@ def sign_flip_p_value(differences):
 
 # --- deciding ---------------------------------------------------------------------------------------------
 
-RULE = re.compile(r"(pass@|pass\^)([1-9]\d*)(?:\[(.+)\])?|(incomplete|not_run|flaky)(?:\[(.+)\])?|(p95_s)")
+RULE = re.compile(r"(?:(pass[@^])([1-9]\d*)|(incomplete|not_run|flaky))(?:\[(.+)\])?|p95_s")
 COMPARE = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": float.__lt__, "==": float.__eq__}
 
 
@@ -510,26 +528,24 @@ def rule(text):
 def decide(wanted, system, lower_bound):
     """Return the decision on one rule for one system: its value, whether it is met, and the cases behind it."""
     text, metric, sign, bound = wanted
-    kind, k, of_class, counted, counted_class, _ = RULE.fullmatch(metric).groups()
-    of_class = of_class or counted_class
+    kind, k, counted, of_class = RULE.fullmatch(metric).groups()
     cases = {case_id: counts for case_id, counts in system["per_case"].items() if of_class in (None, counts["class"])}
+    missing = sum(counts["not_run"] for counts in cases.values())
     value, why, behind = None, None, []
     if not cases:
         why = f"there is no case of the class {of_class}"
+    elif missing and counted not in ("incomplete", "not_run"):
+        why = f"{missing} planned trials were not run"
     elif counted:
-        key = {"incomplete": "incomplete", "not_run": "not_run"}.get(counted)
-        behind = [case_id for case_id, counts in cases.items() if (counts[key] if key else is_flaky(counts))]
-        value = sum(counts[key] for counts in cases.values()) if key else len(behind)
+        each = {case_id: is_flaky(counts) if counted == "flaky" else counts[counted] for case_id, counts in cases.items()}
+        behind, value = [case_id for case_id, count in each.items() if count], sum(each.values())
     elif not kind:
         value = system["latency_s"]["p95"]
         why = None if value is not None else "no trial returned an output"
     else:
         behind = [case_id for case_id, counts in cases.items()
                   if (counts["pass"] > 0 if sign.startswith("<") else counts["pass"] < len(counts["marks"]))]
-        missing = sum(counts["not_run"] for counts in cases.values())
-        if missing:
-            why = f"{missing} planned trials were not run"
-        elif int(k) > system["trials_per_case"]:
+        if int(k) > system["trials_per_case"]:
             why = f"{k} trials of each case are needed, and there are {system['trials_per_case']}"
         else:
             values, intervals = curve(system["trials_per_case"], [counts["pass"] for counts in cases.values()])
@@ -556,6 +572,10 @@ def against_baseline(system, baseline, path):
         if not older:
             raise RunError(f"{path} has no system {system['system']['name']}")
         older = next((one for one in older if not one["not_run"]), older[-1])    # a whole one, where there is one
+        if baseline["report_version"] != REPORT_VERSION or older["trials_per_case"] < 1 or any(
+                (counts["marks"].count(MARKS["pass"]), len(counts["marks"])) != (counts["pass"], older["trials_per_case"])
+                for counts in older["per_case"].values()):
+            raise TypeError
         compared = compare(older, system)
         behind = [case_id for case_id, counts in system["per_case"].items() if counts["pass"] * older["trials_per_case"]
                   < older["per_case"].get(case_id, counts)["pass"] * system["trials_per_case"]]
@@ -564,21 +584,11 @@ def against_baseline(system, baseline, path):
     met = "refused" not in compared and not (compared["difference"] < 0 and compared["on_these_cases"]["p"] < 0.05)
     return {"rule": f"not significantly worse than in {Path(path).name}", "system": system["system"]["name"],
             "source": system["source"], "value": compared.get("difference"),
-            "p": compared.get("on_these_cases", {}).get("p"), "met": met, "why": compared.get("refused"), "cases": behind}
+            "p": compared.get("on_these_cases", {}).get("p"), "met": met,
+            "why": compared.get("refused") or "; ".join(compared["notes"]) or None, "cases": behind}
 
 
 # --- for the terminal -------------------------------------------------------------------------------------
-
-def width(text):
-    """Return how many columns a text takes on a terminal."""
-    import unicodedata
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
-def padded(text, columns):
-    """Return a text with spaces after it, up to a width in columns."""
-    return text + " " * (columns - width(text))
-
 
 def percent(interval):
     """Return an interval as text."""
@@ -617,23 +627,32 @@ def curve_rows(system):
                   for cell in (f"{values[k][name]:.4f}", percent(intervals[k][name])))) for k in shown_k(system)]
 
 
-def figures(system, curves=True):
-    """Yield the lines of figures: flaky cases, curves with their intervals, spread, latency, tokens, cost."""
+def curve_lines(system):
+    """Yield the lines of both curves with their intervals."""
+    shown = shown_k(system)
+    yield "k       " + " ".join(k.rjust(6) for k in shown)
+    for title, name in (("pass@k", "pass_at_k"), ("pass^k", "pass_power_k")):
+        yield f"{title:8}" + " ".join(f"{system['curve'][k][name]:.4f}".rjust(6) for k in shown)
+        for end, place in (("  from", 0), ("  to", 1)):
+            intervals = [system["curve_interval_95"][k][name] for k in shown]
+            if intervals[0]:
+                yield f"{end:8}" + " ".join(f"{interval[place]:.4f}".rjust(6) for interval in intervals)
+
+
+def outcome_lines(system):
+    """Yield the lines of outcomes: over all cases, by class, and over the critical cases."""
+    yield "outcomes: " + words(system["outcomes"]["all"])
+    yield from (f"  {name}: {words(counts)}" for name, counts in system["outcomes"]["by_class"].items())
+    if system["outcomes"]["critical"]:
+        yield "  critical cases: " + words(system["outcomes"]["critical"])
+
+
+def figures(system):
+    """Yield the lines of figures: flaky cases, spread, latency, tokens, cost."""
     for title, key in (("flaky", "flaky_cases"), ("never passed", "never_passed")):
         yield f"{title}: " + (", ".join(system[key]) or "none")
-    if system["outcomes"]["critical"]:
-        yield "critical cases: " + words(system["outcomes"]["critical"])
     if system["curve"] is None:
         yield f"no pass@k and no pass^k: {system['not_run']} planned trials were not run"
-    elif curves:
-        shown = shown_k(system)
-        yield "k       " + " ".join(k.rjust(6) for k in shown)
-        for title, name in (("pass@k", "pass_at_k"), ("pass^k", "pass_power_k")):
-            yield f"{title:8}" + " ".join(f"{system['curve'][k][name]:.4f}".rjust(6) for k in shown)
-            for end, place in (("  from", 0), ("  to", 1)):
-                intervals = [system["curve_interval_95"][k][name] for k in shown]
-                if intervals[0]:
-                    yield f"{end:8}" + " ".join(f"{interval[place]:.4f}".rjust(6) for interval in intervals)
     if one := system["one_trial"]:
         yield f"one trial alone would have shown {one['min']} to {one['max']} of {system['cases']} cases passed"
     latency, usage = system["latency_s"], system["usage"]
@@ -642,31 +661,34 @@ def figures(system, curves=True):
               + f", over {latency['trials']} answers" \
               + (f"; wall time {system['wall_s']:.0f} s" if system["wall_s"] is not None else "")
     if any(usage["trials_counted"].values()):
-        yield f"tokens: {usage['tokens_in']} in, {usage['tokens_out']} out" \
+        yield "tokens: " + ", ".join(f"{usage[f'tokens_{way}']} {way}" for way, counted in usage["trials_counted"].items()
+                                     if counted) \
               + (f", {usage['tokens_per_s']:.1f} a second generated" if usage["tokens_per_s"] else "")
     if usage.get("cost"):
         yield "cost: " + ", ".join(f"{value:.3g} {key.replace('_', ' ')}" for key, value in usage["cost"].items()
-                                   if value) + f" (of {min(usage['trials_counted'].values())} trials with counts)"
+                                   if value is not None) + f", over {usage['trials_counted_both']} trials with both counts"
 
 
 def passed_of(counts):
     """Return how many of a case's trials that ran passed, as a fraction."""
-    return f"{counts['pass']}/{len(counts['marks']) - counts['not_run']}"
+    return f"{counts['pass']}/{ran(counts)}"
 
 
 def block(system, color=False):
-    """Yield the lines of one system's block."""
-    columns, trials = max(map(width, system["per_case"])), system["trials_per_case"]
+    """Yield the lines of one system's block, as a terminal may show them."""
+    # A case's id has one column a character, whatever language the rest is in.
+    columns, trials = max(4, *map(len, system["per_case"])), system["trials_per_case"]
     fraction = max(6, 2 * len(str(trials)) + 1)
-    yield f"{system['system']['name']} ({system['system']['model']}), {system['cases']} cases x {trials} trials, " \
-          f"from {system['source']}"
-    yield from ("  " + line for line in headline(system))
-    yield "  " + padded("case", columns) + "  " + "passed".ljust(fraction) + "  95 % interval  trials (" \
+    yield harness.printable(f"{system['system']['name']} ({system['system']['model']}), {system['cases']} cases x "
+                            f"{trials} trials, from {system['source']}")
+    yield from (harness.printable("  " + line) for line in headline(system))
+    yield "  " + "case".ljust(columns) + "  " + "passed".ljust(fraction) + "  95 % interval  trials (" \
           + ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()) + ")"
     for case_id, counts in system["per_case"].items():
-        yield f"  {padded(case_id, columns)}  {passed_of(counts).ljust(fraction)}  {percent(counts['interval_95']):13}  " \
+        yield f"  {case_id.ljust(columns)}  {passed_of(counts).ljust(fraction)}  {percent(counts['interval_95']):13}  " \
               + (colored(counts["marks"]) if color else counts["marks"])
-    yield from ("  " + line for line in figures(system))
+    curves = curve_lines(system) if system["curve"] else ()
+    yield from (harness.printable("  " + line) for line in (*figures(system), *curves, *outcome_lines(system)))
 
 
 def comparison_lines(compared):
@@ -681,13 +703,13 @@ def comparison_lines(compared):
         answer = compared[key]
         yield f"  {answer['question']} p = {answer['p']:.3g} ({answer['method']})" \
               + (f", 95 % interval {answer['interval_95'][0]:+.2f} to {answer['interval_95'][1]:+.2f}"
-                 if answer.get("interval_95") else "")
+                 if answer.get("interval_95") else ", no interval" * ("interval_95" in answer))
     yield from (f"  note: {note}" for note in compared["notes"])
 
 
 def decision_line(decision):
     """Return the line on one decision."""
-    value = "cannot be computed" if decision["value"] is None else f"{decision['value']:.4g}"
+    value = "cannot be computed" if decision["value"] is None else f"{decision['value']:.6g}"
     return f"{'met' if decision['met'] else 'NOT MET'}: {decision['rule']} for {decision['system']} " \
            f"({decision['source']}): {value}" + (f", p = {decision['p']:.3g}" if decision.get("p") is not None else "") + (f", {decision['why']}" if decision["why"] else "") \
            + (f"; cases behind it: {', '.join(decision['cases'])}" if decision["cases"] and not decision["met"] else "")
@@ -704,6 +726,15 @@ def sections(report):
                          ("Decisions", [decision_line(one) for one in report["decisions"]])):
         if lines:
             yield title, lines
+
+
+FAILURE_HEAD = ("case", "trial", "outcome", "reason", "output or text")
+
+
+def failure_rows(results, escape, code):
+    """Yield the rows of a table of failed and incomplete results. `escape` and `code` make a cell of a text."""
+    for result in results:
+        yield escape(result["case_id"]), result["trial"], outcome(result), code(result["reason"]), code(said(result))
 
 
 def failures_title(system, escape):
@@ -734,6 +765,18 @@ def md(text):
     return re.sub(plain, lambda found: f"&#{ord(found[0])};", harness.printable(text))
 
 
+def md_code(text):
+    """Return a text as a code span, in which GitHub's Markdown makes no link, mention or markup of anything."""
+    text = shortened(harness.printable(text)).replace("|", "\\|")
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if text.strip() else ""
+
+
+def shortened(text):
+    """Return the beginning of a long text, and that it is one."""
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + f" ... ({len(text)} characters)"
+
+
 def md_table(head, rows):
     """Yield a table in Markdown."""
     for row in (head, ["---"] * len(head), *rows):
@@ -745,23 +788,26 @@ def markdown(report, failures):
     """Yield the report as Markdown. `failures` yields each system's part with its failed and incomplete results."""
     yield f"# {md(report['case_set']['name'])}\n\n"
     for system in report["systems"]:
-        yield f"## {md(system['system']['name'])}\n\n{md(system['system']['model'])}, {system['cases']} cases x " \
+        yield f"## {md(system['system']['name'])}\n\nModel {md_code(system['system']['model'])}, {system['cases']} cases x " \
               f"{system['trials_per_case']} trials, from {md(system['source'])}\n\n"
-        yield "".join(f"- {md(line)}\n" for line in (*headline(system), *figures(system, False))) + "\n"
+        yield "".join(f"- {md(line.strip())}\n" for line in (
+            *headline(system), *figures(system), *outcome_lines(system))) + "\n"
         if system["curve"]:
             yield from md_table(CURVE_HEAD, curve_rows(system))
         yield from md_table(("case", "class", "passed", "95 % interval", "outcomes", "trials"), [
             (md(case_id), md(counts["class"]), passed_of(counts),
              percent(counts["interval_95"]), md(words(counts["outcomes"])),
-             f"<code>{md(counts['marks'][:100] + '...' * (len(counts['marks']) > 100))}</code>")
+             md_code(counts["marks"]))
             for case_id, counts in system["per_case"].items()])
     for title, lines in sections(report):
         yield f"## {title}\n\n" + "".join(f"- {md(line.strip())}\n" for line in lines) + "\n"
     for system, results in failures:
-        yield f"## {failures_title(system, md)}\n\n"
-        yield from md_table(("case", "trial", "outcome", "reason", "output or text"), (
-            (md(result["case_id"]), result["trial"], outcome(result), md(result["reason"][:500]),
-             f"<code>{md(said(result)[:500])}</code>") for result in results))
+        some = list(itertools.islice(results, MOST_FAILURES + 1))
+        if some:
+            yield f"## {failures_title(system, md)}\n\n"
+            yield from md_table(FAILURE_HEAD, failure_rows(some[:MOST_FAILURES], md, md_code))
+        if len(some) > MOST_FAILURES:
+            yield f"These are the first {MOST_FAILURES}; `report.py --failures` prints them all.\n\n"
 
 
 # --- to look at: HTML -------------------------------------------------------------------------------------
@@ -777,17 +823,17 @@ main { max-width: 68rem; margin: 0 auto; padding: 1rem 1rem 12rem; }
 h1 { font-size: 1.5rem; margin: .2rem 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .3rem; } h3 { font-size: 1rem; margin: 1.3rem 0 .3rem; }
 p, ul { margin: .3rem 0; } .note { border-left: 4px solid var(--fail); padding-left: .6rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; } th, td { text-align: left; padding: .15rem .6rem .15rem 0;
-  vertical-align: top; } th { font-weight: 600; } tbody th { font-weight: 400; white-space: nowrap; } td.n { white-space: nowrap; }
+  vertical-align: top; } th { font-weight: 600; } tbody th { font-weight: 400; white-space: nowrap; }
 .list td, .list th { border-top: 1px solid var(--faint); } code { overflow-wrap: anywhere; white-space: pre-wrap; }
 .cells { display: flex; flex-wrap: wrap; gap: 2px; }
 .cells button { width: 1.55rem; height: 1.55rem; padding: 0; border: 1px solid var(--ink); border-radius: 3px; cursor: pointer;
   font: 700 1rem/1 ui-monospace, monospace; color: var(--ink); background: var(--paper); }
 .cells .pass { background: var(--pass); color: #fff; } .cells .fail { background: var(--fail); color: #000; }
 .cells .incomplete { background: var(--incomplete); color: #000; } .cells .not-run { border-style: dashed; }
-@media (prefers-color-scheme: dark) { .cells .pass { color: #000; } }
-.cells button:focus-visible { outline: 3px solid var(--link); outline-offset: 1px; }
+@media (prefers-color-scheme: dark) { .cells .pass, .bar .pass { color: #000; } }
+.cells button:focus-visible { outline: 3px solid var(--ink); outline-offset: 2px; }
 .bar { display: flex; height: 1.3rem; width: 18rem; max-width: 60vw; border: 1px solid var(--ink); }
-.bar span { overflow: hidden; font: 700 .8rem/1.3rem ui-monospace, monospace; color: #000; padding-left: 2px; }
+.bar span { overflow: hidden; min-width: 12px; font: 700 .8rem/1.3rem ui-monospace, monospace; color: #000; padding-left: 2px; }
 .bar .pass { background: var(--pass); color: #fff; } .bar .fail { background: var(--fail); }
 .bar .incomplete { background: var(--incomplete); } .bar .not-run { background: var(--paper); color: var(--ink); }
 #shown { position: fixed; left: 0; right: 0; bottom: 0; max-height: 11rem; overflow: auto; margin: 0; padding: .6rem 1rem;
@@ -798,16 +844,23 @@ svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px s
 .at { stroke: var(--curve-a); fill: none; stroke-width: 2; } .power { stroke: var(--curve-b); fill: none; stroke-width: 2;
   stroke-dasharray: 6 3; } .at-band { fill: var(--curve-a); opacity: var(--band); } .power-band { fill: var(--curve-b); opacity: var(--band); }
 @media (max-width: 40rem) { .grid thead { display: none; } .grid tr { display: block; padding: .3rem 0; border-top: 1px solid var(--faint); }
-  .grid th, .grid td { display: inline-block; } .grid td.c { display: block; } }
+  .grid th, .grid td { display: inline-block; } .grid td:last-child { display: block; } }
 @media print { #shown { display: none; } main { padding-bottom: 1rem; } .cells button, .bar span { background: none !important; color: #000 !important; }
   .bar span { border-right: 1px solid #000; } .at, .power, .axis { stroke: #000; } .at-band, .power-band { fill: #000; } body { background: #fff; color: #000; } }
 """
 SCRIPT = """
 const cells = JSON.parse(document.getElementById("cells").textContent), shown = document.getElementById("shown");
+let pinned = false;    // a click keeps a trial shown while the pointer goes on
 const show = event => { const cell = event.target.closest("button[data-cell]");
-  if (cell) { shown.textContent = cells[cell.dataset.cell]; shown.hidden = false; } };
+  if (cell && !(pinned && event.type === "mouseover")) { shown.textContent = cells[cell.dataset.cell]; shown.hidden = false; }
+  if (event.type === "click" && !shown.contains(event.target)) { pinned = Boolean(cell); shown.hidden = !cell; } };
 for (const name of ["mouseover", "focusin", "click"]) document.addEventListener(name, show);
-document.addEventListener("keydown", event => { if (event.key === "Escape") shown.hidden = true; });
+document.addEventListener("keydown", event => {
+  if (event.key === "Escape") { pinned = false; shown.hidden = true; }
+  const cell = document.activeElement.closest("button[data-cell]"), row = cell && [...cell.parentNode.children];
+  const step = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+  if (cell && step) { row[Math.min(Math.max(row.indexOf(cell) + step, 0), row.length - 1)].focus(); event.preventDefault(); }
+});
 """
 
 
@@ -842,25 +895,24 @@ def page(report, cells, latencies, failures):
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body><main>
 <h1>{h(report['case_set']['name'])}</h1>
 <p>Each mark is one trial: {", ".join(f"<b>{h(mark)}</b> {verdict}" for verdict, mark in MARKS.items())}. """
-    yield f"There are more than {MOST_CELLS} trials, so a bar for each case stands in for its marks.</p>\n" \
-        if cells is None else "Point at one, tap it or reach it with the Tab key to see what came back.</p>\n"
+    yield f"There are more than {MOST_CELLS} trials, so a bar for each case stands in for its marks, and failures are " \
+          "listed by <code>report.py --failures</code> alone.</p>\n" \
+        if cells is None else "Point at one, tap it, or reach it with the Tab and arrow keys to see what came back; Escape puts it away.</p>\n"
     for place, system in enumerate(report["systems"]):
         yield f"<section>\n<h2>{h(system['system']['name'])}</h2>\n<p>{h(system['system']['model'])}, {system['cases']} " \
               f"cases x {system['trials_per_case']} trials, from {h(system['source'])}</p>\n"
         yield grid(place, system, numbers)
         yield "".join(f"<p{' class=note' * line.startswith('note: ')}>{h(line)}</p>\n" for line in headline(system))
         yield curves_svg(system) + cases_table(system) + latency_svg(latencies[place]) + "<h3>Figures</h3>\n"
-        yield items(figures(system, False)) + (table("", CURVE_HEAD, curve_rows(system)) if system["curve"] else "")
+        yield items(figures(system)) + (table("", CURVE_HEAD, curve_rows(system)) if system["curve"] else "")
         yield outcomes_table(system) + plan_table(system) + "</section>\n"
     for title, lines in sections(report):
         yield f"<section><h2>{title}</h2>\n{items(lines)}</section>\n"
     for system, results in failures:
-        yield f"<details><summary>{failures_title(system, h)}</summary>\n"
-        yield table("", ("case", "trial", "outcome", "reason", "output or text"), (
-            (h(result["case_id"]), result["trial"], outcome(result), h(result["reason"][:500]),
-             f"<code>{h(said(result)[:500])}</code>") for result in results)) + "</details>\n"
+        yield f"<details open><summary>{failures_title(system, h)}</summary>\n" + table(
+            "", FAILURE_HEAD, failure_rows(results, h, lambda text: f"<code>{h(shortened(text))}</code>")) + "</details>\n"
     data = json.dumps(list((cells or {}).values())).replace("<", "\\u003c")
-    yield "</main>\n<p id=shown aria-live=polite hidden></p>\n" \
+    yield "</main>\n<p id=shown tabindex=0 aria-live=polite hidden></p>\n" \
           f"<script type=\"application/json\" id=cells>{data}</script>\n<script>{SCRIPT}</script>\n</body></html>\n"
 
 
@@ -871,12 +923,14 @@ def grid(place, system, numbers):
     def cells(case_id, marks):
         if numbers is None:
             shares = [(mark, marks.count(mark)) for mark in kinds if mark in marks]
-            return "<div class=bar>" + "".join(
+            told = ", ".join(f"{count} {kinds[mark]}" for mark, count in shares)
+            return f"<div class=bar role=img aria-label=\"{told}\">" + "".join(
                 f"<span class={kinds[mark]} style=\"width:{100 * count / len(marks):.3f}%\">{h(mark)}</span>"
-                for mark, count in shares) + "</div>"
+                for mark, count in shares) + f"</div>{told}"
         return "<div class=cells>" + "".join(
-            f"<button class={kinds[mark]} data-cell={numbers[place, case_id, trial]} aria-label=\"{h(case_id)}, trial "
-            f"{trial}: {kinds[mark]}\">{h(mark)}</button>" for trial, mark in enumerate(marks)) + "</div>"
+            f"<button class={kinds[mark]} data-cell={numbers[place, case_id, trial]} tabindex={-1 if trial else 0} "
+            f"aria-label=\"{h(case_id)}, trial {trial}: {kinds[mark]}\">{h(mark)}</button>"
+            for trial, mark in enumerate(marks)) + "</div>"
     return table("", ("case", "passed", "trials"), [
         (h(case_id), passed_of(counts), cells(case_id, counts["marks"]))
         for case_id, counts in system["per_case"].items()], "grid")
@@ -885,7 +939,7 @@ def grid(place, system, numbers):
 def curves_svg(system):
     """Return pass@k and pass^k over k with their bands, as SVG."""
     if system["curve"] is None:
-        return f"<p class=note>no pass@k and no pass^k: {system['not_run']} planned trials were not run</p>\n"
+        return ""
     n = system["trials_per_case"]
 
     def x(k):
@@ -904,11 +958,12 @@ def curves_svg(system):
             around = [(k, ends[1]) for k, ends in band] + [(k, ends[0]) for k, ends in reversed(band)]
             parts.append(f"<polygon class={kind}-band points=\"{points(around)}\" />")
         line = [(k, system["curve"][str(k)][name]) for k in range(1, n + 1)]
-        parts.append(f"<polyline class={kind} points=\"{points(line)}\" />"
-                     f"<text x=526 y={y(line[-1][1]) + 4:.0f}>{label}</text>")
+        beside = 14 if name == "pass_power_k" and y(line[-1][1]) - y(system["curve"][str(n)]["pass_at_k"]) < 14 else 0
+        parts.append(f"<polyline class={kind} points=\"{points(line)}\" /><circle class={kind} r=2 cx={x(n):.1f} "
+                     f"cy={y(line[-1][1]):.1f} /><text x=526 y={y(line[-1][1]) + 4 + beside:.0f}>{label}</text>")
     parts += [f"<text x={x(k):.0f} y=208 text-anchor=middle>{k}</text>"
               for k in sorted({1, n} | {k for k in SHOWN_K if k < n * 0.93})]
-    return "<h3>pass@k and pass^k, with 95 % bands over cases</h3>\n<svg role=img viewBox=\"0 0 580 224\" width=580 " \
+    return f"<h3>pass@k and pass^k{', with 95 % bands over cases' * bool(band[0][1])}</h3>\n<svg role=img viewBox=\"0 0 580 224\" width=580 " \
            f"aria-label=\"pass@k and pass^k for k from 1 to {n}\">{''.join(parts)}" \
            "<text x=280 y=222 text-anchor=middle>k</text></svg>\n"
 
@@ -1013,6 +1068,8 @@ def print_trials(report, results_of, args, case_set):
         print(harness.printable(json.dumps(asked, ensure_ascii=False)))
     for place, system in enumerate(report["systems"]):
         print(harness.printable(f"{system['system']['name']}, from {system['source']}"))
+        for note in system["notes"]:
+            print(harness.printable(f"  note: {note}"))
         for result in results_of(place):
             if result["case_id"] == args.case or not args.case and result["verdict"] != "pass":
                 for line in trial_lines(result):
@@ -1024,14 +1081,20 @@ def main(argv=None):
     args = parser().parse_args(argv)
     if (args.price_in is None) != (args.price_out is None):
         parser().error("--price-in and --price-out go together")
+    if args.lower_bound and any(metric.startswith("pass") and sign[0] != ">" for _, metric, sign, _ in args.require):
+        parser().error("--lower-bound goes with rules that say > or >=")
     task = harness.load_task(args.task)
     case_set = harness.load_cases(args.cases, task)
     baseline = args.baseline and harness.read_json(args.baseline)
     inputs, systems, latencies = args.inputs or logs_in_runs(case_set, args.regrade), [], []
     outputs = [path for path in (args.out, args.markdown, args.html) if path]
     harness.refuse_inputs(outputs, [*inputs, args.baseline, args.cases])
+    if len(set(map(os.path.realpath, outputs))) < len(outputs):
+        raise RunError("the report, the Markdown and the page go to files of their own")
+    names = Counter(Path(path).name for path in inputs)
     for path in inputs:
-        system, ordered = summarize(Path(path).name, *read(path, case_set, task, args.regrade), case_set,
+        source = Path(path).name if names[Path(path).name] == 1 else str(path)
+        system, ordered = summarize(source, *read(path, case_set, task, args.regrade), case_set,
                                     (args.price_in, args.price_out))
         systems.append({"case_set_sha256": case_set["sha256"]} | system)
         latencies.append(ordered)
@@ -1051,17 +1114,16 @@ def main(argv=None):
         harness.write(args.markdown, markdown(report, failures()))
     if args.html:
         few = sum(system["cases"] * system["trials_per_case"] for system in systems) <= MOST_CELLS
-        cells = {(place, result["case_id"], result["trial"]): "\n".join(line.strip() for line in trial_lines(result))
+        cells = {(place, result["case_id"], result["trial"]): "\n".join(
+                     shortened(harness.printable(line.strip())) for line in trial_lines(result))
                  for place in range(len(systems)) for result in results_of(place)} if few else None
         harness.write(args.html, page(report, cells, latencies, failures() if few else ()))
-    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    color = sys.stdout and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if args.failures or args.case:
         print_trials(report, results_of, args, case_set)
     else:
         for system in systems:
-            for line in block(system, color):
-                print(line if color and "\x1b" in line else harness.printable(line))
-            print()
+            print("\n".join(block(system, color)), end="\n\n")
         for one in report["comparisons"]:
             print("\n".join(map(harness.printable, comparison_lines(one))), end="\n\n")
     for decision in report["decisions"]:
