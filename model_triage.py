@@ -231,6 +231,7 @@ class Server:
                 return connection
             connection.close()
         host, port = (self.proxy.hostname, self.proxy.port or 80) if self.proxy else (self.host, self.port)
+        connection = None
         try:
             addresses = len(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
             limit = max(0.001, deadline - time.monotonic()) / addresses
@@ -241,6 +242,8 @@ class Server:
                 connection.set_tunnel(self.host, self.port, self._proxy_headers())
             connection.connect()
         except (OSError, ValueError, http.client.HTTPException) as error:    # ValueError: no name that can be looked up
+            if connection is not None:
+                connection.close()
             raise Unavailable(f"{self.endpoint} cannot be reached: {_reason(error)}; {self.start_hint}") from None
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
