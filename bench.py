@@ -422,10 +422,14 @@ def progress(run, planned):
     """Return a line on how far the run is: done of planned, rate, time left, incomplete so far."""
     rate = run.ran / (time.monotonic() - run.began_at)
     left = round((planned - run.log.count) / rate) if rate else 0
-    line = f"{run.log.count} of {planned} trials, {rate:.2f} a second, " \
+    return f"{run.log.count} of {planned} trials, {rate:.2f} a second, " \
            f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left, {run.incomplete} incomplete so far"
+
+
+def rewrite_line(text):
+    """Put a text in place of the line that standard error's terminal shows."""
     columns = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1    # a new terminal may say 0
-    return line[:columns].ljust(columns)
+    print("\r" + text[:columns].ljust(columns), end="\r", file=sys.stderr, flush=True)
 
 
 def execute(run, workers, show=None):
@@ -605,14 +609,13 @@ def run_benchmark(system, case_set, task, path, args):
     run = Run(system, log, missing_trials(log, case_set), args.budget_s, args.patience_s, args.request_delay_s)
     shown = sys.stderr and sys.stderr.isatty() and not args.quiet
     try:
-        execute(run, args.workers, (lambda: print(f"\r{progress(run, planned)}", end="", file=sys.stderr, flush=True))
-                if shown else None)
+        execute(run, args.workers, (lambda: rewrite_line(progress(run, planned))) if shown else None)
     except Interrupted:
         say_how_to_resume(path)
         raise
     finally:
         if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            rewrite_line("")
         print_counts(system, planned, logged, run.ran, " (stopped by the time budget)" if run.stopped_by_budget else "")
     if logged == planned:
         print(f"nothing to run: {path} holds every planned trial", file=sys.stderr)
