@@ -340,8 +340,13 @@ class Run:
             self.ask_for_life()
             if not self.keep_pace():
                 return None
-            return harness.now(), harness.attempt(self.system, case, trial)
-        away = (harness.Unavailable, harness.Busy) if self.ran else harness.Busy
+            try:
+                return harness.now(), harness.attempt(self.system, case, trial)
+            except harness.Unavailable as away:
+                if self.ran:
+                    raise
+                raise RunError(str(away)) from None
+        away = (harness.Unavailable, harness.Busy)
         answer, waits, waited_s = patiently(ask, away, self.patience_s, self.pause)
         if answer is None:
             return None
@@ -380,7 +385,8 @@ class Run:
                 self.log.append(row)
                 self.ran += 1
                 self.incomplete += is_incomplete(row, case)
-                self.failures = self.failures + 1 if error in SERVER_FAILURES else 0
+                if error is None or is_incomplete(row, case):    # a rejected input says nothing of the server
+                    self.failures = self.failures + 1 if error in SERVER_FAILURES else 0
 
 
 def patiently(ask, waited_for, patience_s, pause):
@@ -437,7 +443,10 @@ def execute(run, workers, show=None):
     threads = [threading.Thread(target=run.work, daemon=True) for _ in range(workers)]
     try:
         for thread in threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise RunError(f"{workers} workers cannot be started ({error}); name fewer with --workers") from None
         for thread in threads:
             while thread.is_alive():
                 if signals:

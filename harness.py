@@ -241,6 +241,7 @@ def import_module(name):
         raise RunError(f"module {name} cannot be imported: {type(error).__name__}: {error}") from None
     finally:
         sys.path.remove(here)
+        sys.path.append(here)    # for what the module imports later, behind everything else
 
 
 def load_task(name):

@@ -30,7 +30,8 @@ SET_BY_THE_BENCH = {"model", "messages", "stream", "seed", "temperature", "max_t
                     "truncate"}
 MAX_BODY = 16 * 2**20    # bytes of a server's answer that are read
 ALIVE_TIMEOUT_S = 5
-SECRET_LENGTH, KEY_SHOWN = 8, "[BENCH_API_KEY]"    # a shorter key is a placeholder, and may be any word of a reply
+KEY_SHOWN = "[BENCH_API_KEY]"
+SECRET_LENGTH = 8    # a shorter key is a placeholder, and may be any word of a reply: it is masked in errors alone
 
 PROMPT_TEXT = (
     "You sort the inbox of an online shop. Read the customer's message and answer with JSON only: "
@@ -316,7 +317,7 @@ class Server:
                 return self.masked(harness.parse_json(data.decode("utf-8")))
             except ValueError as error:
                 raise MalformedReply(f"the answer is not JSON: {error}") from None
-        said = f"{self.endpoint} answered {status}: {self.masked(server_message(data.decode('utf-8', 'replace')))}"
+        said = f"{self.endpoint} answered {status}: {self.shown(server_message(self.shown(data)))[:500]}"
         if status in (401, 403):
             raise Denied(f"{said}; is the right key in BENCH_API_KEY?")
         if status == 407:
@@ -345,21 +346,22 @@ class Server:
                                   + self.shown(str(error)))
         return error
 
-    def shown(self, answer):
-        """Return an answer (bytes or text) as text, without the key that a server may have sent back."""
+    def shown(self, answer, shortest=3):
+        """Return an answer (bytes or text) as text, without the key, of `shortest` characters at least, that a server
+        may have sent back."""
         text = answer if isinstance(answer, str) else answer.decode("utf-8", "replace")
         as_json = json.dumps(self.key)[1:-1]
-        for key in (self.key, as_json, as_json.replace("/", "\\/")) if len(self.key) >= SECRET_LENGTH else ():
+        for key in (self.key, as_json, as_json.replace("/", "\\/")) if len(self.key) >= shortest else ():
             text = text.replace(key, KEY_SHOWN)
         return text
 
     def masked(self, value):
         """Return a JSON value in which no string holds the key."""
         if isinstance(value, str):
-            return self.shown(value)
+            return self.shown(value, SECRET_LENGTH)
         if isinstance(value, list):
             return [self.masked(item) for item in value]
-        return {key: self.masked(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return {self.masked(key): self.masked(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 class NotFound(Unavailable):
@@ -411,19 +413,21 @@ def _reason(error):
 
 def server_message(text):
     """Return a server's own words from an error's body: `error`, `message` or `detail`, at whatever depth of
-    objects and of JSON inside strings, or the body itself; at most 500 characters."""
+    objects, lists and of JSON inside strings, or the body itself."""
     text = text.strip()
     for _ in range(6):
         try:
             value = harness.parse_json(text)
         except ValueError:
             break
-        while isinstance(value, dict):
-            value = next((value[key] for key in ("error", "message", "detail") if key in value), json.dumps(value))
+        while isinstance(value, (dict, list)):
+            inner = value[:1] if isinstance(value, list) else [value[key] for key in (
+                "error", "message", "detail", "msg") if value.get(key)]
+            value = inner[0] if inner else json.dumps(value)
         text = value if isinstance(value, str) else json.dumps(value)
         if not isinstance(value, str):
             break
-    return text[:500] or "(no message)"
+    return text or "(no message)"
 
 
 def retry_after(headers):
@@ -488,7 +492,7 @@ class ChatSystem:
             error.metadata = metadata
             raise
         try:
-            return Answer(harness.parse_json(text), metadata)
+            return Answer(self.http.masked(harness.parse_json(text)), metadata)
         except json.JSONDecodeError as error:
             error.text, error.metadata = text, metadata
             raise
@@ -498,19 +502,22 @@ class ChatSystem:
         fits; where several do, the first of: refused, unfinished, truncated, empty."""
         try:
             text, thinking, refusal, stop_reason = self.parts(value, metadata)
+            if not (stop_reason is None or isinstance(stop_reason, str)):
+                raise TypeError(f"the stop reason is {type(stop_reason).__name__}")
         except (TypeError, LookupError, AttributeError) as error:
             raise MalformedReply(f"the answer is not the API's shape: {type(error).__name__}: {error}",
                                  json.dumps(value, ensure_ascii=False)) from None
         metadata["stop_reason"] = stop_reason
         into_thinking = ": the tokens went into thinking" if thinking and not text.strip() else ""
+        received = text if text.strip() else thinking or text
         if refusal or stop_reason == "content_filter":
-            raise RefusedReply(f"the model refused: {refusal or 'content filter'}", text)
+            raise RefusedReply(f"the model refused: {refusal or 'content filter'}", received)
         if stop_reason is None:
-            raise UnfinishedReply("the server ended the reply without finishing it", text)
+            raise UnfinishedReply("the server ended the reply without finishing it", received)
         if stop_reason == "length":
-            raise TruncatedReply(f"cut off at the token limit{into_thinking}", text or thinking)
+            raise TruncatedReply(f"cut off at the token limit{into_thinking}", received)
         if not text.strip():
-            raise EmptyReply(f"the reply has no content{into_thinking}", thinking)
+            raise EmptyReply(f"the reply has no content{into_thinking}", received)
         return text
 
     def warm_up(self):
@@ -712,7 +719,7 @@ def ollama_endpoint(host):
     if "@" in host:
         return host
     scheme, given, rest = host.strip().strip("\"'").partition("://")
-    scheme, rest = (scheme, rest) if given else ("http", scheme)
+    scheme, rest = (scheme.lower(), rest) if given else ("http", scheme)
     default_port = {"http": 80, "https": 443}.get(scheme, 11434) if given else 11434
     address, slash, path = rest.partition("/")
     name, colon, port = address.rpartition(":")

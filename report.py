@@ -255,15 +255,6 @@ class Tally:
         model, server = metadata.get("model"), metadata.get("server")
         self.named.add((model if isinstance(model, str) else None, server if isinstance(server, str) else None))
 
-    def eight_bytes(self, output):
-        """Return a number that equal outputs share, whatever the order of their keys."""
-        written = repr(output)
-        if written not in self.known:
-            if len(self.known) > MOST_KNOWN:
-                self.known.clear()
-            self.known[written] = hash(harness.encode(output, sort_keys=True))
-        return self.known[written]
-
     def per_case(self, case):
         """Return one case's part of the report."""
         case_id = case["id"]
@@ -396,7 +387,7 @@ def notes(manifest, replies, mixed, per_case, latency_s):
                      f"{manifest['task']['name']} as it is now")
     found += [f"this log mixes {key}: {', '.join(values)}; its trials may not be alike"
               for key, values in mixed.items()]
-    asked = manifest["system"]["model"].partition("@")[0]
+    asked = re.sub("@[0-9a-f]{12}$", "", manifest["system"]["model"])    # without the digest that Ollama's models have
     if others := [model for model in replies["models"] if model != asked]:
         found.append(f"replies name the model {', '.join(others)}, where {asked} was asked for")
     ran_twice = [counts for counts in per_case.values() if ran(counts) > 1 and counts["distinct_outputs"]]

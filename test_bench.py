@@ -815,6 +815,11 @@ class Numbers(BenchTest):
             counts = report.counts_of(marks)
             self.assertEqual((report.is_flaky(counts), report.never_passed(counts)), (flaky, never), marks)
 
+    def test_seed_of_the_system_is_logged_with_an_error(self):
+        (self.folder / "seeded.py").write_text(SYSTEMS + "\nquick.seed_for = lambda trial: 7 * trial\nquick.respond = lambda c, t: 1 / 0\n")
+        self.bench("--trials", 3, "--cases", self.cases_file(case()), system="seeded:quick")
+        self.assertEqual([row["metadata"]["seed"] for row in self.rows()], [0, 7, 14])
+
     def test_worked_example_of_both_digests(self):
         rows = [{"case_id": "b", "trial": 0, "output": {"x": "é"}, "metadata": {"seed": 1000}, "latency_s": 0.5},
                 {"case_id": "a", "trial": 1, "error": {"types": ["E"], "message": "m"}, "metadata": {}, "latency_s": None},
@@ -1385,6 +1390,29 @@ once = Once()
         self.assertIn("gives no sign of life", err)
         self.assertEqual(out, "quick: planned 10, already logged 0, ran 7, not run 3\n")
 
+    def test_rejected_input_does_not_hide_an_outage(self):
+        (self.folder / "script.txt").write_text("ok " + "ReplyTimeout " * 40)
+        cases = self.cases_file(case(), case(id="blank", expected=..., expected_error="ValueError"), case(id="two"))
+        out, err = self.bench("--cases", cases, "--patience-s", "0.1", system="systems:scripted", status=1)
+        self.assertIn("gives no sign of life", err)
+        self.assertEqual(len([row for row in self.rows() if "error" in row and row["case_id"] != "blank"]), 3)
+
+    def test_patience_begins_for_all_workers_with_the_first_answer(self):
+        (self.folder / "hiccup.py").write_text(SYSTEMS + """
+import threading
+first = threading.Event()
+def respond(case, trial):
+    if trial == 0 and case["id"] == "two" and not first.is_set():
+        time.sleep(0.3)
+        first.set()
+        raise harness.Unavailable("hiccup")
+    return harness.Answer(case["expected"], {})
+quick.respond = respond
+""")
+        cases = self.cases_file(case(), case(id="two"))
+        out, _ = self.bench("--workers", 2, "--trials", 3, "--cases", cases, system="hiccup:quick")
+        self.assertIn("ran 6, not run 0", out)
+
     def test_other_errors_never_ask_for_life(self):
         out, _ = self.scripted("TruncatedReply")
         self.assertIn("ran 10, not run 0", out)
@@ -1661,6 +1689,17 @@ class OllamaServers(ServerTest):
         self.assertTrue(self.ollama_error("token-repeat-guard-nonstream-200-done-false").text.startswith("no no"))
         self.assertTrue(self.ollama_error("pseudothinking-think-absent-format").text.startswith("In this issue"))
 
+    def test_tag_without_latest_finds_the_model_that_is_listed_with_it(self):
+        tags = json.loads(EXCHANGES["tags"][2])
+        tags["models"][0]["name"] = "gemma3:latest"
+        server = self.serve_ollama("chat-gemma3-warm-same-seed", **{"/api/tags": (200, "application/json", json.dumps(tags))})
+        self.bench("--trials", 1, "--endpoint", server.url, system="model_triage:ollama=gemma3")
+        self.assertEqual(bench.TrialLog(self.log).header["system"]["model"], "gemma3@1e8926610f25")
+
+    def test_prompt_that_was_cut_shows_in_its_count_alone(self):
+        answer = self.ollama_error("context-overflow-single-long-user-message-default")    # so `truncate` false is asked for
+        self.assertEqual(answer.metadata["tokens_in"], 2051)
+
     def test_load_answer_to_a_real_chat_is_empty_and_not_a_result_with_zero_tokens(self):
         error = self.ollama_error("no-messages-just-loads")
         self.assertEqual(type(error).__name__, "EmptyReply")
@@ -1797,6 +1836,31 @@ class OpenAIServers(ServerTest):
             self.assertEqual(answer.output, {"category": "billing", "needs_human": True}, changes)
         parts = [{"type": "text", "text": '{"category": "billing", '}, {"type": "text", "text": '"needs_human": true}'}]
         self.assertEqual(self.openai_error(chat(parts, refusal=False)).output["category"], "billing")
+
+    def test_what_llama_cpp_measured_is_kept_in_seconds(self):
+        body = json.loads(chat()[2]) | {"timings": {"prompt_n": 9, "prompt_ms": 337.093, "predicted_ms": 239.318}}
+        metadata = self.openai_error((200, "application/json", json.dumps(body))).metadata
+        self.assertEqual((metadata["prompt_s"], metadata["generation_s"]), (0.337093, 0.239318))
+
+    def test_sign_of_life_has_a_timeout_of_its_own(self):
+        before, model_triage.ALIVE_TIMEOUT_S = model_triage.ALIVE_TIMEOUT_S, 0.2
+        self.addCleanup(setattr, model_triage, "ALIVE_TIMEOUT_S", before)
+        server = self.serve(lambda request: lambda handler: time.sleep(1))
+        began = time.monotonic()
+        self.assertFalse(model_triage.openai("m", endpoint=server.url).alive())
+        self.assertLess(time.monotonic() - began, 0.9)
+
+    def test_warm_up_that_takes_too_long_is_waited_for(self):
+        server = self.serve(lambda request: lambda handler: time.sleep(0.6))
+        system = model_triage.openai("m", endpoint=server.url, timeout_s=0.1)
+        with self.assertRaisesRegex(harness.Busy, "still loading"):
+            system.warm_up()
+
+    def test_thinking_is_kept_where_no_text_came(self):
+        for answer, kind in ((chat("", None, reasoning="hm"), "UnfinishedReply"), (chat(" \n", "length", reasoning="hm"), "TruncatedReply"),
+                             (chat("", "content_filter", reasoning="hm"), "RefusedReply")):
+            error = self.openai_error(answer)
+            self.assertEqual((type(error).__name__, error.text), (kind, "hm"))
 
     def test_sign_of_life_is_any_answer_but_a_gateways(self):
         for answer, alive in ((MODELS, True), ((404, "text/plain", ""), True), ((401, "text/plain", ""), True),
@@ -1939,7 +2003,10 @@ class Transport(ServerTest):
     def test_key_in_whatever_a_server_sends_back_is_masked(self):
         key = 'sk/very"secret+0123456789'
         escaped = json.dumps(key)[1:-1].replace("/", "\\/")
-        seen = [chat(f"Bearer {key}"), chat("", refusal=key), (200, "application/json", json.dumps({"choices": key})),
+        hidden = json.dumps({"category": key}).replace("secret", "\\u0073ecret")
+        seen = [chat(hidden), (200, "application/json", json.dumps({key: 1})),
+                (200, "application/json", json.dumps({"choices": [{"message": {}, "finish_reason": {key: 1}}]})),
+                (400, "text/plain", "x" * 480 + " " + key), chat(f"Bearer {key}"), chat("", refusal=key), (200, "application/json", json.dumps({"choices": key})),
                 (302, "text/plain", "", [("Location", f"/login?{key}")]), (400, "application/json", f'{{"error": "{escaped}"}}'),
                 (500, "text/plain", key), (200, "text/plain", key), chat(json.dumps({"category": key}))]
         server = self.serve_openai(lambda request: seen[request["body"]["seed"] - 1000])
@@ -1947,8 +2014,21 @@ class Transport(ServerTest):
         for text in (out, err, self.log.read_text()):
             self.assertNotIn("secret", text)
         self.assertEqual([row["error"]["types"][0] if "error" in row else "output" for row in self.rows()],
-                         ["JSONDecodeError", "RefusedReply", "MalformedReply", "BadRequest", "BadRequest", "ServerError",
+                         ["output", "MalformedReply", "MalformedReply", "BadRequest",
+                          "JSONDecodeError", "RefusedReply", "MalformedReply", "BadRequest", "BadRequest", "ServerError",
                           "MalformedReply", "output"])
+
+    def test_placeholder_for_a_key_is_masked_in_errors_and_spoils_no_answer(self):
+        server = self.serve_openai(lambda request: chat() if request["body"]["seed"] == 1000 else (400, "text/plain", "bad key other"))
+        self.openai(server, "--trials", 2, "--cases", self.cases_file(case()), env={"BENCH_API_KEY": "other"})
+        self.assertEqual(self.rows()[0]["output"], {"category": "billing", "needs_human": True})
+        self.assertIn("bad key [BENCH_API_KEY]", self.rows()[1]["error"]["message"])
+
+    def test_server_s_own_words_are_found_wherever_they_are(self):
+        for body, said in (('{"error": null, "message": "m"}', "m"), ('[{"error": {"message": "m"}}]', "m"),
+                           ('{"detail": [{"msg": "m", "loc": []}]}', "m"), ('{"error": "{\\"message\\": \\"m\\"}"}', "m"),
+                           ("plain", "plain"), ("", "(no message)"), ("{}", "{}"), ("[]", "[]"), ("17", "17")):
+            self.assertEqual(model_triage.server_message(body), said, body)
 
     def test_passwords_in_an_endpoint_are_never_shown_however_odd(self):
         for url in ("http://u:S3cret@h:1", "u:S3cret@h", "http://u:S3cr[et@h", "http://u:S3cret/x@h", "http:/u:S3cret@h",
