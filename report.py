@@ -28,13 +28,13 @@ REPORT_VERSION = "2"
 MARKS = {"pass": "+", "fail": "x", "incomplete": "!", "not run": "."}
 OUTCOMES = {"TruncatedReply": "truncated", "UnfinishedReply": "truncated", "EmptyReply": "empty",
             "RefusedReply": "refusal", "ReplyTimeout": "timeout", "ServerError": "server", "ConnectionCut": "server",
-            "MalformedReply": "server", "BadRequest": "server", "JSONDecodeError": "schema", "NotRun": "not-run",
-            "output-fields": "schema", "rejection": "rejection"}
+            "MalformedReply": "server", "BadRequest": "server", "JSONDecodeError": "schema", "NotRun": "not-run"}
+CHECK_OUTCOMES = {"output-fields": "schema", "rejection": "rejection"}
 SHOWN_K = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 Z_95 = 1.959963984540054
 FEW_LATENCIES = 100
 MOST_CELLS = 20_000    # more are shown as a bar for each case
-MOST_EXACT_STEPS = 20_000_000
+MOST_EXACT_STEPS = 50_000_000
 SIGN_SAMPLES = 9999
 MOST_FAILURES = 100    # of a system, in what is pasted
 MOST_SHOWN = 500    # characters of an output, on a page and in Markdown
@@ -164,7 +164,7 @@ def outcome(result):
     if result["verdict"] == "pass":
         return "success"
     if result["verdict"] == "fail":
-        return OUTCOMES.get(result["check"], "wrong")
+        return CHECK_OUTCOMES.get(result["check"], "wrong")
     return OUTCOMES.get(result["error"]["types"][0], "error")
 
 
@@ -259,7 +259,8 @@ class Tally:
         """Return one case's part of the report."""
         case_id = case["id"]
         return {"class": case["class"], "critical": case.get("critical", False),
-                **counts_of(self.marks[case_id].decode()), "distinct_outputs": len(set(self.outputs[case_id])),
+                **counts_of(self.marks[case_id].decode()), "outputs": len(self.outputs[case_id]),
+                "distinct_outputs": len(set(self.outputs[case_id])),
                 "outcomes": dict(self.outcomes[case_id].most_common())}
 
 
@@ -374,6 +375,11 @@ def sane(value, kind):
     return isinstance(value, kind) and not isinstance(value, bool) and 0 <= value < 1e12
 
 
+def some(values):
+    """Return the first of some texts, and how many more there are."""
+    return ", ".join(values[:10]) + (f" and {len(values) - 10} more" if len(values) > 10 else "")
+
+
 def notes(manifest, replies, mixed, per_case, latency_s):
     """Return what a reader must know before trusting the numbers, a sentence each."""
     found = []
@@ -385,12 +391,12 @@ def notes(manifest, replies, mixed, per_case, latency_s):
         names = sorted({session["task"]["name"] for session in manifest["sessions"]})
         found.append(f"the task has changed since this log was made (with {', '.join(names)}); it is graded by "
                      f"{manifest['task']['name']} as it is now")
-    found += [f"this log mixes {key}: {', '.join(values)}; its trials may not be alike"
+    found += [f"this log mixes {key}: {some(values)}; its trials may not be alike"
               for key, values in mixed.items()]
     asked = re.sub("@[0-9a-f]{12}$", "", manifest["system"]["model"])    # without the digest that Ollama's models have
     if others := [model for model in replies["models"] if model != asked]:
-        found.append(f"replies name the model {', '.join(others)}, where {asked} was asked for")
-    ran_twice = [counts for counts in per_case.values() if ran(counts) > 1 and counts["distinct_outputs"]]
+        found.append(f"replies name the model {some(others)}, where {asked} was asked for")
+    ran_twice = [counts for counts in per_case.values() if counts["outputs"] > 1]
     temperature = manifest["system"]["sampling"].get("temperature")
     if isinstance(temperature, (int, float)) and temperature > 0 and ran_twice \
             and all(counts["distinct_outputs"] == 1 for counts in ran_twice):
@@ -465,9 +471,8 @@ def trial_p_value(passes, n_a, n_b):
         case_low, case = trimmed(first, case)
         for _ in range(count):
             longer = [0.0] * (len(chances) + len(case) - 1)
-            for i, chance in enumerate(chances):
-                for j, drawn in enumerate(case, i):
-                    longer[j] += chance * drawn
+            for i, drawn in enumerate(case):
+                longer[i:i + len(chances)] = [sum_ + drawn * chance for sum_, chance in zip(longer[i:], chances)]
             low, chances = trimmed(low + case_low, longer)
     p = math.fsum(chance for total, chance in enumerate(chances, low) if abs(total - mean) >= distance - 1e-9)
     return {"p": min(1.0, p), "method": "exact, over the trials within cases"}
@@ -500,7 +505,7 @@ def sign_flip_p_value(differences):
 
 # --- deciding ---------------------------------------------------------------------------------------------
 
-RULE = re.compile(r"(?:(pass[@^])([1-9]\d*)|(incomplete|not_run|flaky))(?:\[(.+)\])?|p95_s")
+RULE = re.compile(r"(?:(pass[@^])([1-9][0-9]*)|(incomplete|not_run|flaky))(?:\[(.+)\])?|p95_s")
 COMPARE = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": float.__lt__, "==": float.__eq__}
 
 
@@ -545,7 +550,7 @@ def decide(wanted, system, lower_bound):
             if lower_bound:
                 interval = intervals[k][name]
                 value, why = (interval[0], None) if interval else (None, "a single case has no interval over cases")
-    met = value is not None and COMPARE[sign](float(value), bound)
+    met = value is not None and COMPARE[sign](round(float(value), 12), bound)    # 1 - 0.8 is 0.2 here
     return {"rule": text + (" (lower bound)" if lower_bound and kind else ""), "system": system["system"]["name"],
             "source": system["source"], "value": value, "met": met, "why": why, "cases": behind}
 
@@ -572,10 +577,12 @@ def against_baseline(system, baseline, path):
                   < older["per_case"].get(case_id, counts)["pass"] * system["trials_per_case"]]
     except (TypeError, LookupError, AttributeError):
         raise RunError(f"{path} is not a report of this version ({REPORT_VERSION})") from None
-    met = "refused" not in compared and not (compared["difference"] < 0 and compared["on_these_cases"]["p"] < 0.05)
+    rates = [sum(counts["pass"] for counts in one["per_case"].values()) / one["trials_per_case"] for one in (older, system)]
+    met = "refused" not in compared and not (rates[1] < rates[0] and compared["on_these_cases"]["p"] < 0.05)
     return {"rule": f"not significantly worse than in {Path(path).name}", "system": system["system"]["name"],
             "source": system["source"], "value": compared.get("difference"),
             "p": compared.get("on_these_cases", {}).get("p"), "met": met,
+            "method": compared.get("on_these_cases", {}).get("method"),
             "why": compared.get("refused") or "; ".join(compared["notes"]) or None, "cases": behind}
 
 
@@ -633,7 +640,7 @@ def curve_lines(system):
 def outcome_lines(system):
     """Yield the lines of outcomes: over all cases, by class, and over the critical cases."""
     yield "outcomes: " + words(system["outcomes"]["all"])
-    yield from (f"  {name}: {words(counts)}" for name, counts in system["outcomes"]["by_class"].items())
+    yield from (f"  class {name}: {words(counts)}" for name, counts in system["outcomes"]["by_class"].items())
     if system["outcomes"]["critical"]:
         yield "  critical cases: " + words(system["outcomes"]["critical"])
 
@@ -652,10 +659,12 @@ def figures(system):
               + f", over {latency['trials']} answers" \
               + (f"; wall time {system['wall_s']:.0f} s" if system["wall_s"] is not None else "")
     if any(usage["trials_counted"].values()):
-        yield "tokens: " + ", ".join(f"{usage[f'tokens_{way}']} {way}" for way, counted in usage["trials_counted"].items()
-                                     if counted) \
+        yield "tokens: " + ", ".join(f"{usage[f'tokens_{way}']} {way} (of {counted} trials)"
+                                     for way, counted in usage["trials_counted"].items() if counted) \
               + (f", {usage['tokens_per_s']:.1f} a second generated" if usage["tokens_per_s"] else "")
-    if usage.get("cost"):
+    if "cost" in usage and not usage["cost"]:
+        yield "cost: not known, since no trial has both token counts"
+    elif "cost" in usage:
         yield "cost: " + ", ".join(f"{value:.3g} {key.replace('_', ' ')}" for key, value in usage["cost"].items()
                                    if value is not None) + f", over {usage['trials_counted_both']} trials with both counts"
 
@@ -692,17 +701,22 @@ def comparison_lines(compared):
           f"{compared['better']}, worse {compared['worse']}, equal {compared['equal']}"
     for key in ("on_these_cases", "on_cases_like_these"):
         answer = compared[key]
-        yield f"  {answer['question']} p = {answer['p']:.3g} ({answer['method']})" \
+        yield f"  {answer['question']} {p_text(answer['p'])} ({answer['method']})" \
               + (f", 95 % interval {answer['interval_95'][0]:+.2f} to {answer['interval_95'][1]:+.2f}"
                  if answer.get("interval_95") else ", no interval" * ("interval_95" in answer))
     yield from (f"  note: {note}" for note in compared["notes"])
+
+
+def p_text(p):
+    """Return a p-value as text."""
+    return f"p = {p:.3g}" if p else "p < 1e-300"
 
 
 def decision_line(decision):
     """Return the line on one decision."""
     value = "cannot be computed" if decision["value"] is None else f"{decision['value']:.6g}"
     return f"{'met' if decision['met'] else 'NOT MET'}: {decision['rule']} for {decision['system']} " \
-           f"({decision['source']}): {value}" + (f", p = {decision['p']:.3g}" if decision.get("p") is not None else "") + (f", {decision['why']}" if decision["why"] else "") \
+           f"({decision['source']}): {value}" + (f", {p_text(decision['p'])} ({decision['method']})" if decision.get("p") is not None else "") + (f", {decision['why']}" if decision["why"] else "") \
            + (f"; cases behind it: {', '.join(decision['cases'])}" if decision["cases"] and not decision["met"] else "")
 
 
@@ -752,13 +766,19 @@ def trial_lines(result):
 
 def md(text):
     """Return a text that GitHub's Markdown shows as it is: each character that could be markup is an entity."""
-    plain = r"^-|[^A-Za-z0-9 .,()^=%;'\u0080-\uffff\U00010000-\U0010ffff-]"
+    plain = r"^-|(?<=[wW]{3})[.]|[^A-Za-z0-9 .,()^=%;'\u0080-\uffff\U00010000-\U0010ffff-]"
     return re.sub(plain, lambda found: f"&#{ord(found[0])};", harness.printable(text))
 
 
-def md_code(text):
-    """Return a text as a code span, in which GitHub's Markdown makes no link, mention or markup of anything."""
-    text = shortened(harness.printable(text)).replace("|", "\\|")
+def md_line(line):
+    """Return a line of the report in Markdown. A note may hold what a server said, so it is a code span."""
+    return md_code(line.strip(), "|") if line.startswith("note: ") else md(line.strip())
+
+
+def md_code(text, bar="\\|"):
+    """Return a text as a code span, in which GitHub's Markdown makes no link, mention or markup of anything. `bar` is
+    what stands for a vertical bar: in a table it needs a backslash."""
+    text = shortened(harness.printable(text)).replace("|", bar)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if text.strip() else ""
 
@@ -779,9 +799,9 @@ def markdown(report, failures):
     """Yield the report as Markdown. `failures` yields each system's part with its failed and incomplete results."""
     yield f"# {md(report['case_set']['name'])}\n\n"
     for system in report["systems"]:
-        yield f"## {md(system['system']['name'])}\n\nModel {md_code(system['system']['model'])}, {system['cases']} cases x " \
+        yield f"## {md(system['system']['name'])}\n\nModel {md_code(system['system']['model'], '|')}, {system['cases']} cases x " \
               f"{system['trials_per_case']} trials, from {md(system['source'])}\n\n"
-        yield "".join(f"- {md(line.strip())}\n" for line in (
+        yield "".join(f"- {md_line(line)}\n" for line in (
             *headline(system), *figures(system), *outcome_lines(system))) + "\n"
         if system["curve"]:
             yield from md_table(CURVE_HEAD, curve_rows(system))
@@ -808,7 +828,7 @@ STYLE = """
   --pass: #0072b2; --fail: #d55e00; --incomplete: #f0e442; --band: .18; --curve-a: #0072b2; --curve-b: #b34a00; }
 @media (prefers-color-scheme: dark) { :root { --ink: #ececec; --paper: #161616; --faint: #4a4a4a; --soft: #222;
   --link: #7cc0f4; --pass: #56b4e9; --fail: #e8823a; --band: .25; --curve-a: #56b4e9; --curve-b: #f0a860; } }
-* { box-sizing: border-box; }
+* { box-sizing: border-box; } html { scroll-padding-bottom: 12rem; } h3 { break-after: avoid; } tr { break-inside: avoid; }
 body { margin: 0; font: 16px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); }
 main { max-width: 68rem; margin: 0 auto; padding: 1rem 1rem 12rem; }
 h1 { font-size: 1.5rem; margin: .2rem 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .3rem; } h3 { font-size: 1rem; margin: 1.3rem 0 .3rem; }
@@ -830,7 +850,7 @@ p, ul { margin: .3rem 0; } .note { border-left: 4px solid var(--fail); padding-l
 #shown { position: fixed; left: 0; right: 0; bottom: 0; max-height: 11rem; overflow: auto; margin: 0; padding: .6rem 1rem;
   background: var(--soft); border-top: 2px solid var(--ink); font: 14px/1.4 ui-monospace, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; }
-svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
+svg { max-width: 100%; height: auto; } .list svg { max-width: none; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 .axis { stroke: var(--ink); fill: none; } .guide { stroke: var(--faint); } .dot { fill: var(--ink); }
 .at { stroke: var(--curve-a); fill: none; stroke-width: 2; } .power { stroke: var(--curve-b); fill: none; stroke-width: 2;
   stroke-dasharray: 6 3; } .at-band { fill: var(--curve-a); opacity: var(--band); } .power-band { fill: var(--curve-b); opacity: var(--band); }
@@ -968,10 +988,10 @@ def cases_table(system):
             line += f"<line class=axis x1={low:.1f} x2={high:.1f} y1=9 y2=9 />" \
                     f"<circle class=dot r=4 cy=9 cx={5 + 200 * counts['pass_rate']:.1f} />"
         return line + "</svg>"
-    return table("Cases", ("case", "class", "pass rate", "0 to 1", "95 % interval", "distinct outputs"), [
+    return table("Cases", ("case", "class", "pass rate", "0 to 1", "95 % interval", "distinct outputs", "outcomes"), [
         (h(case_id) + " (critical)" * counts["critical"], h(counts["class"]),
          "not run" if counts["pass_rate"] is None else counts["pass_rate"], drawn(counts),
-         percent(counts["interval_95"]), counts["distinct_outputs"]) for case_id, counts in system["per_case"].items()])
+         percent(counts["interval_95"]), counts["distinct_outputs"], h(words(counts["outcomes"]))) for case_id, counts in system["per_case"].items()])
 
 
 def latency_svg(ordered):
@@ -988,10 +1008,10 @@ def latency_svg(ordered):
 
 def outcomes_table(system):
     """Return the outcomes over all cases, by class and over the critical ones."""
-    groups = {"all cases": system["outcomes"]["all"], **system["outcomes"]["by_class"]}
-    if system["outcomes"]["critical"]:
-        groups["critical cases"] = system["outcomes"]["critical"]
-    return table("Outcomes", (), [(h(name), h(words(counts))) for name, counts in groups.items()])
+    outcomes = system["outcomes"]
+    groups = [("all cases", outcomes["all"]), *((f"class {name}", counts) for name, counts in outcomes["by_class"].items())]
+    groups += [("critical cases", outcomes["critical"])] if outcomes["critical"] else []
+    return table("Outcomes", (), [(h(name), h(words(counts))) for name, counts in groups])
 
 
 def plan_table(system):

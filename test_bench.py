@@ -2398,7 +2398,7 @@ class HowItFails(BenchTest):
             return {"verdict": verdict, "check": check, "error": kind and {"types": [kind], "message": "m"}}
         for word, given in (
                 ("success", result("pass")), ("success", result("pass", kind="ValueError")),
-                ("wrong", result("fail", "triage-outcome")), ("wrong", result("fail", "failure-criteria")),
+                ("wrong", result("fail", "triage-outcome")), ("wrong", result("fail", "failure-criteria")), ("wrong", result("fail", "BadRequest")),
                 ("schema", result("fail", "output-fields")), ("schema", result("incomplete", kind="JSONDecodeError")),
                 ("truncated", result("incomplete", kind="TruncatedReply")), ("truncated", result("incomplete", kind="UnfinishedReply")),
                 ("empty", result("incomplete", kind="EmptyReply")), ("refusal", result("incomplete", kind="RefusedReply")),
@@ -2496,6 +2496,12 @@ class AreTheseDraws(BenchTest):
         written, out = self.report(self.log, "--cases", cases)
         self.assertEqual(written["systems"][0]["per_case"]["one"]["distinct_outputs"], 1)
         self.assertIn("the server may ignore the seed or the temperature, or answer from a cache", out)
+
+    def test_one_output_among_errors_is_no_sign_of_a_cache(self):
+        (self.folder / "script.txt").write_text("ok Odd Odd Odd")
+        cases = self.cases_file(case())
+        self.bench("--trials", 4, "--cases", cases, system="systems:scripted")
+        self.assertNotIn("cache", self.report(self.log, "--cases", cases)[1])
 
     def test_different_outputs_are_counted_and_not_pointed_out(self):
         (self.folder / "odd.py").write_text("[1, {'a': 1, 'b': 2}, {'b': 2, 'a': 1}, 1.5]")
@@ -2647,6 +2653,16 @@ class CanIShip(BenchTest):
                 if not met:
                     self.assertEqual(decision["cases"], ["two"])
 
+    def test_rule_is_met_at_its_very_bound(self):
+        for passed in range(11):
+            marks = "+" * passed + "x" * (10 - passed)
+            system = {"system": {"name": "s"}, "source": "f", "trials_per_case": 10, "per_case": {
+                f"c{number}": {"class": "c"} | report.counts_of(marks) for number in range(7)}}
+            for metric in ("pass@1", "pass^1"):
+                for sign, met in ((">=", True), ("<=", True), ("==", True), (">", False), ("<", False)):
+                    wanted = report.rule(f"{metric}{sign}{passed / 10}")
+                    self.assertEqual(report.decide(wanted, system, False)["met"], met, wanted)
+
     def test_every_rule_must_be_met(self):
         self.assertEqual([one["met"] for one in self.decided("--require", "flaky<=1", "--require", "flaky<=0", status=3)],
                          [True, False])
@@ -2676,11 +2692,12 @@ class CanIShip(BenchTest):
         cases = self.cases = self.cases_file(*[case(id=f"c{number}") for number in range(3)])
         (self.folder / "script.txt").write_text("Odd ok")
         self.bench("--trials", 10, "--cases", cases, system="systems:scripted")
+        self.assertEqual(self.decided("--require", "pass@1[billing]>=0.9666666666666", status=0)[0]["met"], True)
         for rule, met in (("pass@1>=0.9667", False), ("pass@1>=0.96666", True), ("pass@1==0.9667", False)):
             self.assertEqual(self.decided("--require", rule, status=0 if met else 3)[0]["met"], met, rule)
 
     def test_rules_that_make_no_sense_are_bad_usage(self):
-        for text in ("pass@0>=1", "pass^3>=20", "pass>=1", "pass@1", "pass@1>=x", "speed>1", "p95_s[billing]<1"):
+        for text in ("pass@0>=1", "pass^3>=20", "pass@1\u0663>=0", "pass>=1", "pass@1", "pass@1>=x", "speed>1", "p95_s[billing]<1"):
             _, err = self.inside(report, self.log, "--require", text, status=2)
             self.assertIn("usage:", err)
 
@@ -2697,6 +2714,13 @@ class CanIShip(BenchTest):
         decision, = self.decided("--baseline", baseline, status=3, log=self.folder / "new.jsonl")
         self.assertAlmostEqual(decision["p"] / 9.29046e-27, 1, 5)
         self.assertEqual(decision["cases"], [f"c{number}" for number in range(5)])
+        older = json.loads(baseline.read_text())["systems"][0]
+        slightly = {case_id: counts | report.counts_of("+" * 9999 + "x") for case_id, counts in older["per_case"].items()}
+        always = {case_id: counts | report.counts_of("+" * 10000) for case_id, counts in older["per_case"].items()}
+        long = [older | {"trials_per_case": 10000, "per_case": per_case} for per_case in (always, slightly)]
+        data = json.loads(baseline.read_text()) | {"systems": [long[0]]}
+        decision = report.against_baseline(long[1], data, "b.json")    # a drop that four places do not show
+        self.assertEqual((round(decision["value"], 3), decision["p"] < 0.05, decision["met"]), (0, True, False))
         for name in ("same", "slip"):    # no drop, and one that is a matter of chance
             self.assertTrue(self.decided("--baseline", baseline, status=0, log=self.folder / f"{name}.jsonl")[0]["met"])
 
@@ -2936,7 +2960,7 @@ class Readme(BenchTest):
             self.says(f"| `{name}` |")
 
     def test_every_option_is_explained(self):
-        out, _ = self.run_script("bench.py", "--help")
+        out = "".join(self.run_script(script, "--help")[0] for script in ("bench.py", "report.py"))
         for option in set(re.findall(r"--[a-z-]+", out)) - {"--help"}:
             self.says(option)
 
