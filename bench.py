@@ -673,7 +673,8 @@ def add_model_options(parser):
 
 def main(argv=None):
     """Run, resume, convert or plan, and return the exit status."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Run every case many times, log each trial as it ends, resume.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Run every case many times, log each trial as it ends, resume.")
     parser.add_argument("--system", default="model_triage:embedded", metavar="MODULE:ATTRIBUTE[=MODEL]",
                         help="what answers the trials (default: %(default)s)")
     parser.add_argument("--trials", type=harness.number_from(1, int, harness.MAX_TRIALS), default=10, metavar="N",

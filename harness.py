@@ -822,7 +822,8 @@ def new_run_id():
 
 def main(argv=None):
     """Check, record or grade, and return the exit status."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Check a case set, record a quick system, grade a recording.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Check a case set, record a quick system, grade a recording.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="validate the case set and prove its checks")
     recorder = commands.add_parser("record", help="record a quick system, everything in memory")

@@ -494,7 +494,8 @@ def sign_flip_p_value(differences):
         totals = [0]
         for one in differing:
             totals = [total + sign for total in totals for sign in (one, -one)]
-        return {"p": sum(abs(total) >= observed for total in totals) / len(totals), "method": "exact, over the signs of the cases"}
+        return {"p": sum(abs(total) >= observed for total in totals) / len(totals),
+                "method": "exact, over the signs of the cases"}
     import random
     draw, hits = random.Random(len(differing)), 1
     for _ in range(SIGN_SAMPLES):
@@ -715,9 +716,15 @@ def p_text(p):
 def decision_line(decision):
     """Return the line on one decision."""
     value = "cannot be computed" if decision["value"] is None else f"{decision['value']:.6g}"
-    return f"{'met' if decision['met'] else 'NOT MET'}: {decision['rule']} for {decision['system']} " \
-           f"({decision['source']}): {value}" + (f", {p_text(decision['p'])} ({decision['method']})" if decision.get("p") is not None else "") + (f", {decision['why']}" if decision["why"] else "") \
-           + (f"; cases behind it: {', '.join(decision['cases'])}" if decision["cases"] and not decision["met"] else "")
+    line = f"{'met' if decision['met'] else 'NOT MET'}: {decision['rule']} for {decision['system']} " \
+           f"({decision['source']}): {value}"
+    if decision.get("p") is not None:
+        line += f", {p_text(decision['p'])} ({decision['method']})"
+    if decision["why"]:
+        line += f", {decision['why']}"
+    if decision["cases"] and not decision["met"]:
+        line += f"; cases behind it: {', '.join(decision['cases'])}"
+    return line
 
 
 def words(counts):
@@ -799,8 +806,8 @@ def markdown(report, failures):
     """Yield the report as Markdown. `failures` yields each system's part with its failed and incomplete results."""
     yield f"# {md(report['case_set']['name'])}\n\n"
     for system in report["systems"]:
-        yield f"## {md(system['system']['name'])}\n\nModel {md_code(system['system']['model'], '|')}, {system['cases']} cases x " \
-              f"{system['trials_per_case']} trials, from {md(system['source'])}\n\n"
+        yield f"## {md(system['system']['name'])}\n\nModel {md_code(system['system']['model'], '|')}, " \
+              f"{system['cases']} cases x {system['trials_per_case']} trials, from {md(system['source'])}\n\n"
         yield "".join(f"- {md_line(line)}\n" for line in (
             *headline(system), *figures(system), *outcome_lines(system))) + "\n"
         if system["curve"]:
@@ -1069,7 +1076,42 @@ def parser():
     return parser
 
 
-def print_trials(report, results_of, args, case_set):
+def build(inputs, read_again, case_set, args):
+    """Return (the report, each system's latencies in ascending order) of the inputs, of which `read_again(place)`
+    reads one and returns its (manifest, results)."""
+    baseline = args.baseline and harness.read_json(args.baseline)
+    names, systems, latencies = Counter(Path(path).name for path in inputs), [], []
+    for place, path in enumerate(inputs):
+        source = Path(path).name if names[Path(path).name] == 1 else str(path)
+        system, ordered = summarize(source, *read_again(place), case_set, (args.price_in, args.price_out))
+        systems.append({"case_set_sha256": case_set["sha256"]} | system)
+        latencies.append(ordered)
+    decisions = [decide(wanted, system, args.lower_bound) for wanted in args.require for system in systems]
+    decisions += [against_baseline(system, baseline, args.baseline) for system in systems if args.baseline]
+    return {"report_version": REPORT_VERSION, "case_set": harness.named_case_set(case_set), "systems": systems,
+            "comparisons": [compare(a, b) for i, a in enumerate(systems) for b in systems[i + 1:]],
+            "decisions": decisions}, latencies
+
+
+def write_out(report, latencies, read_again, args):
+    """Write the report and, where they are asked for, its Markdown and its page, whose trials are read once more."""
+    systems = report["systems"]
+
+    def failures():
+        return ((system, (result for result in read_again(place)[1] if result["verdict"] != "pass"))
+                for place, system in enumerate(systems))
+    harness.write(args.out, [json.dumps(report, ensure_ascii=False, allow_nan=False, indent=1), "\n"])
+    if args.markdown:
+        harness.write(args.markdown, markdown(report, failures()))
+    if args.html:
+        few = sum(system["cases"] * system["trials_per_case"] for system in systems) <= MOST_CELLS
+        cells = {(place, result["case_id"], result["trial"]): "\n".join(
+                     shortened(harness.printable(line.strip())) for line in trial_lines(result))
+                 for place in range(len(systems)) for result in read_again(place)[1]} if few else None
+        harness.write(args.html, page(report, cells, latencies, failures() if few else ()))
+
+
+def print_trials(report, read_again, args, case_set):
     """Print the trials that --failures or --case asks for."""
     if args.case:
         cases = {case["id"]: case for case in harness.in_splits(case_set, ["development"])}
@@ -1081,7 +1123,7 @@ def print_trials(report, results_of, args, case_set):
         print(harness.printable(f"{system['system']['name']}, from {system['source']}"))
         for note in system["notes"]:
             print(harness.printable(f"  note: {note}"))
-        for result in results_of(place):
+        for result in read_again(place)[1]:
             if result["case_id"] == args.case or not args.case and result["verdict"] != "pass":
                 for line in trial_lines(result):
                     print(harness.printable(line))
@@ -1096,44 +1138,21 @@ def main(argv=None):
         parser().error("--lower-bound goes with rules that say > or >=")
     task = harness.load_task(args.task)
     case_set = harness.load_cases(args.cases, task)
-    baseline = args.baseline and harness.read_json(args.baseline)
-    inputs, systems, latencies = args.inputs or logs_in_runs(case_set, args.regrade), [], []
+    inputs = args.inputs or logs_in_runs(case_set, args.regrade)
     outputs = [path for path in (args.out, args.markdown, args.html) if path]
     harness.refuse_inputs(outputs, [*inputs, args.baseline, args.cases])
     if len(set(map(os.path.realpath, outputs))) < len(outputs):
         raise RunError("the report, the Markdown and the page go to files of their own")
-    names = Counter(Path(path).name for path in inputs)
-    for path in inputs:
-        source = Path(path).name if names[Path(path).name] == 1 else str(path)
-        system, ordered = summarize(source, *read(path, case_set, task, args.regrade), case_set,
-                                    (args.price_in, args.price_out))
-        systems.append({"case_set_sha256": case_set["sha256"]} | system)
-        latencies.append(ordered)
-    report = {"report_version": REPORT_VERSION, "case_set": harness.named_case_set(case_set), "systems": systems,
-              "comparisons": [compare(a, b) for i, a in enumerate(systems) for b in systems[i + 1:]],
-              "decisions": [decide(wanted, system, args.lower_bound) for wanted in args.require for system in systems]
-              + [against_baseline(system, baseline, args.baseline) for system in systems if args.baseline]}
 
-    def results_of(place):
-        return read(inputs[place], case_set, task, args.regrade)[1]
-
-    def failures():
-        return ((system, (result for result in results_of(place) if result["verdict"] != "pass"))
-                for place, system in enumerate(systems))
-    harness.write(args.out, [json.dumps(report, ensure_ascii=False, allow_nan=False, indent=1), "\n"])
-    if args.markdown:
-        harness.write(args.markdown, markdown(report, failures()))
-    if args.html:
-        few = sum(system["cases"] * system["trials_per_case"] for system in systems) <= MOST_CELLS
-        cells = {(place, result["case_id"], result["trial"]): "\n".join(
-                     shortened(harness.printable(line.strip())) for line in trial_lines(result))
-                 for place in range(len(systems)) for result in results_of(place)} if few else None
-        harness.write(args.html, page(report, cells, latencies, failures() if few else ()))
-    color = sys.stdout and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    def read_again(place):
+        return read(inputs[place], case_set, task, args.regrade)
+    report, latencies = build(inputs, read_again, case_set, args)
+    write_out(report, latencies, read_again, args)
     if args.failures or args.case:
-        print_trials(report, results_of, args, case_set)
+        print_trials(report, read_again, args, case_set)
     else:
-        for system in systems:
+        color = sys.stdout and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        for system in report["systems"]:
             print("\n".join(block(system, color)), end="\n\n")
         for one in report["comparisons"]:
             print("\n".join(map(harness.printable, comparison_lines(one))), end="\n\n")
