@@ -609,6 +609,12 @@ def run_benchmark(system, case_set, task, path, args):
     try:
         header = waited_for(lambda: new_header(system, case_set, task, args), args.patience_s)
         log = open_log(path, header, case_set, lambda: make_ready(system, args.patience_s, args.warmup))
+    except harness.Unavailable:
+        if not finished_without_its_server(path, system, case_set, args.trials):
+            raise
+        print_counts(system, planned, planned, 0)
+        say_nothing_to_run(path)
+        return 0
     except Interrupted:    # while the log was read or the model loaded
         logged = sum(1 for _ in read_log(path, case_set).rows()) if os.path.exists(path) else 0
         print_counts(system, planned, logged, 0)
@@ -627,11 +633,27 @@ def run_benchmark(system, case_set, task, path, args):
             rewrite_line("")
         print_counts(system, planned, logged, run.ran, " (stopped by the time budget)" if run.stopped_by_budget else "")
     if logged == planned:
-        print(f"nothing to run: {path} holds every planned trial", file=sys.stderr)
+        say_nothing_to_run(path)
     elif run.ran == run.incomplete - log.incomplete > 0:
         print("note: every trial of this run is incomplete; `report.py --failures` shows why, and a system that is "
               "corrected wants another --log", file=sys.stderr)
     return 0
+
+
+def finished_without_its_server(path, system, case_set, trials):
+    """True if the log holds every planned trial and is this system's in all that can be told without its server,
+    which some systems need to find out which model they are."""
+    if not os.path.exists(path):
+        return False
+    log = read_log(path, case_set)
+    known = [key for key in harness.IDENTITY if key != "model"]
+    return log.header["trials"] == trials and all(log.header["system"][key] == getattr(system, key) for key in known) \
+        and sum(1 for _ in log.rows()) == planned_trials(log.header, case_set)
+
+
+def say_nothing_to_run(path):
+    """Tell that a log is finished."""
+    print(f"nothing to run: {path} holds every planned trial", file=sys.stderr)
 
 
 def print_counts(system, planned, logged, ran, note=""):

@@ -1689,6 +1689,19 @@ class OllamaServers(ServerTest):
         self.assertTrue(self.ollama_error("token-repeat-guard-nonstream-200-done-false").text.startswith("no no"))
         self.assertTrue(self.ollama_error("pseudothinking-think-absent-format").text.startswith("In this issue"))
 
+    def test_finished_log_needs_no_server_to_be_called_finished(self):
+        server = self.serve_ollama("chat-gemma3-warm-same-seed")
+        system = "model_triage:ollama=gemma3:270m"
+        self.bench("--trials", 1, "--endpoint", server.url, system=system)
+        before = self.log.read_bytes()
+        down = ["--endpoint", "http://127.0.0.1:9", "--trials", 1]
+        out, err = self.bench(*down, system=system)
+        self.assertEqual(out, "model-triage-gemma3:270m: planned 9, already logged 9, ran 0, not run 0\n")
+        self.assertIn("nothing to run", err)
+        for other in (["--temperature", "0.5"], ["--trials", "2"]):
+            self.assertIn("cannot be reached", self.refused("bench.py", "--system", system, "--log", self.log, *down, *other))
+        self.assertEqual(self.log.read_bytes(), before)
+
     def test_tag_without_latest_finds_the_model_that_is_listed_with_it(self):
         tags = json.loads(EXCHANGES["tags"][2])
         tags["models"][0]["name"] = "gemma3:latest"
