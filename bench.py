@@ -16,7 +16,6 @@ import re
 import sys
 import threading
 import time
-from pathlib import Path
 
 import harness
 from harness import RunError
@@ -342,10 +341,10 @@ class Run:
                 return None
             try:
                 return harness.now(), harness.attempt(self.system, case, trial)
-            except harness.Unavailable as away:
+            except harness.Unavailable as error:
                 if self.ran:
                     raise
-                raise RunError(str(away)) from None
+                raise RunError(str(error)) from None
         away = (harness.Unavailable, harness.Busy)
         answer, waits, waited_s = patiently(ask, away, self.patience_s, self.pause)
         if answer is None:
@@ -560,7 +559,7 @@ def default_log(system):
 
 
 def add_regrade_option(parser):
-    """Add --regrade, which every script that grades or converts logs takes."""
+    """Add --regrade, which the scripts that read logs for grading take."""
     parser.add_argument("--regrade", action="store_true",
                         help="accept a log of the same inputs as the case set but of other answers or criteria")
 
@@ -589,8 +588,9 @@ def dry_run(system, case_set, path, header):
     planned, logged = planned_trials(header, case_set), 0
     todo = harness.plan(case_set, header["splits"], header["trials"])
     if os.path.exists(path):
-        refuse_other_benchmark(path, TrialLog(path).header, header)
-        log = read_log(path, case_set)
+        log = TrialLog(path)
+        refuse_other_benchmark(path, log.header, header)
+        log.case_ids = planned_ids(header, case_set)
         logged, todo = sum(1 for _ in log.rows()), missing_trials(log, case_set)
     print(f"{harness.printable(system.name)}: planned {planned}, already logged {logged}, to run {planned - logged}; "
           f"log {path}")
@@ -678,8 +678,8 @@ def json_object(text):
 
 
 def add_model_options(parser):
-    """Add what a factory (module:attribute=MODEL) takes. All but the first two shape the draw, and so are part
-    of the system's identity."""
+    """Add what a factory (module:attribute=MODEL) takes. All but the endpoint and the timeout shape the draw, and
+    so are part of the system's identity."""
     group = parser.add_argument_group("for systems that ask a server")
     group.add_argument("--endpoint", metavar="URL", help="where the server is")
     group.add_argument("--timeout-s", type=harness.number_from(0.001, float, 86400), metavar="S",

@@ -592,7 +592,7 @@ def named_case_set(case_set):
 
 
 def manifest(recording, case_set, task, recording_sha256):
-    """Return a run record's manifest. `recording` is a dict with `run_id`, `system`, `splits`, `trials`
+    """Return a run record's manifest. `recording` is a dict with `run_id`, `system`, `splits`, `trials`,
     `sessions` (when, where and on which server it was run) and `regraded_from` (the digest of the case set that
     it was made from, where that is not the one it is graded with, else None)."""
     import platform

@@ -369,7 +369,7 @@ class NotFound(Unavailable):
 
 
 class Denied(Unavailable):
-    """The server is there and does not let us in (401, 403)."""
+    """The server, or a proxy before it, is there and does not let us in (401, 403, 407)."""
 
 
 def _netloc(host, port):

@@ -34,7 +34,7 @@ SHOWN_K = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 Z_95 = 1.959963984540054
 FEW_LATENCIES = 100
 MOST_CELLS = 20_000    # more are shown as a bar for each case
-MOST_EXACT_STEPS = 50_000_000
+MOST_EXACT_STEPS = 200_000_000    # some seconds
 SIGN_SAMPLES = 9999
 MOST_FAILURES = 100    # of a system, in what is pasted
 MOST_SHOWN = 500    # characters of an output, on a page and in Markdown
@@ -185,6 +185,7 @@ def from_log(path, case_set, task, regrade=False):
                                 case_set, task, None)
 
     def graded_rows():
+        """Yield each logged trial graded, then each that was not run, and complete the manifest."""
         digest, spans = harness.TrialDigest(log.header["trials"]), {}
         for row in log.rows():
             began = harness.seconds(row["started_at"])
@@ -223,7 +224,7 @@ def from_run_record(path, case_set):
         needed = ("run_id", "system", "task", "trials", "splits", "sessions", "regraded_from", "recording_sha256")
         return {key: manifest[key] for key in needed}, results
     except (TypeError, LookupError, AttributeError):
-        raise RunError(f"{path} is not a run record (`harness.py run` writes one); nor a trial log") from None
+        raise RunError(f"{path} is not a run record (`harness.py run` writes one), nor a trial log") from None
 
 
 # --- one system -------------------------------------------------------------------------------------------
@@ -235,7 +236,8 @@ class Tally:
         self.marks = {case["id"]: bytearray(MARKS["not run"] * trials, "ascii") for case in cases}
         self.outcomes = {case["id"]: Counter() for case in cases}
         self.outputs = {case["id"]: array("q") for case in cases}
-        self.failures, self.errors, self.latencies = Counter(), Counter(), array("d")
+        self.latencies = {case["id"]: array("d") for case in cases}
+        self.failures, self.errors = Counter(), Counter()
         self.named, self.usage = set(), Usage()
 
     def add(self, result):
@@ -249,7 +251,7 @@ class Tally:
         elif result["verdict"] == "incomplete":
             self.errors[result["error"]["types"][0]] += 1
         if result["error"] is None:
-            self.latencies.append(metadata["recorded_latency_s"])
+            self.latencies[case_id].append(metadata["recorded_latency_s"])
             self.outputs[case_id].append(hash(harness.encode(result["output"], sort_keys=True)))
         self.usage.add(metadata, result["verdict"] == "pass")
         model, server = metadata.get("model"), metadata.get("server")
@@ -261,6 +263,7 @@ class Tally:
         return {"class": case["class"], "critical": case.get("critical", False),
                 **counts_of(self.marks[case_id].decode()), "outputs": len(self.outputs[case_id]),
                 "distinct_outputs": len(set(self.outputs[case_id])),
+                "p95_s": nearest_rank(sorted(self.latencies[case_id]), 95),
                 "outcomes": dict(self.outcomes[case_id].most_common())}
 
 
@@ -276,7 +279,7 @@ def summarize(source, manifest, results, case_set, prices=(None, None)):
     values, intervals = (None, None) if not_run else curve(trials, [counts["pass"] for counts in per_case.values()])
     columns = None if not_run else [sum(column) for column in zip(*(
         [mark == MARKS["pass"] for mark in counts["marks"]] for counts in per_case.values()))]
-    ordered = sorted(tally.latencies)
+    ordered = sorted(itertools.chain.from_iterable(tally.latencies.values()))
     latencies_s = {"trials": len(ordered)} | {name: nearest_rank(ordered, percent) for name, percent in (
         ("median", 50), ("p90", 90), ("p95", 95))}
     verdicts = {verdict: sum(counts[verdict] for counts in per_case.values()) for verdict in harness.VERDICTS}
@@ -538,6 +541,8 @@ def decide(wanted, system, lower_bound):
         behind, value = [case_id for case_id, count in each.items() if count], sum(each.values())
     elif not kind:
         value = system["latency_s"]["p95"]
+        behind = [case_id for case_id, counts in cases.items()
+                  if counts["p95_s"] is not None and not COMPARE[sign](counts["p95_s"], bound)]
         why = None if value is not None else "no trial returned an output"
     else:
         behind = [case_id for case_id, counts in cases.items()
