@@ -26,6 +26,8 @@ COMPARED = ("bench_version", "harness_version", "inputs_sha256", "case_set_sha25
 DESCRIBING = ("budget_s", "workers", "environment", "endpoint", "server", "task", "cases")
 SERVER_FAILURES = {"ReplyTimeout", "ConnectionCut", "ServerError", "MalformedReply"}
 MODEL_OPTIONS = ("endpoint", "timeout_s", "temperature", "max_tokens", "top_p", "format", "think", "extra_body")
+LINES_AT_ONCE = 2**16    # bytes
+STRETCH = 16 * 2**20    # bytes of a log that report.py counts at a time
 SHORTEST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30
 LONGEST_RETRY_AFTER_S = 120
@@ -41,25 +43,43 @@ signals = []    # those that have come: Python drops an exception that a handler
 
 # --- the trial log ----------------------------------------------------------------------------------------
 
-def read_lines(path):
-    """Yield (line number, offset of the line's end, value) for each line of a JSON Lines file.
+def read_lines(path, start=0, stop=float("inf"), number=1):
+    """Yield (line number, offset of the line's end, value) for each line of a JSON Lines file, from the line `number`,
+    which begins at the offset `start`, to the offset `stop`.
 
     Only b"\\n" ends a line, since a reply may hold what other readers take for one. A last line without it that
     is not JSON is what a killed run, a full disk or a power cut leaves: it is passed over. Any other line that
     is not JSON raises RunError.
     """
-    end = 0
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                value = harness.parse_json(line.decode("utf-8"), harness.FILE_NESTING)
-            except ValueError as error:
-                if number > 1 and not line.endswith(b"\n"):
+        file.seek(start)
+        while lines := file.readlines(LINES_AT_ONCE):
+            values = harness.parse_lines(lines)
+            for place, line in enumerate(lines):
+                if start >= stop:
                     return
-                raise RunError(f"{path}: line {number} is not JSON ({error}); " + (
-                    "is it a trial log?" if number == 1 else "restore it from a copy, or move the log away")) from None
-            end += len(line)
-            yield number, end, value
+                try:
+                    value = values[place] if values else harness.parse_json(line.decode("utf-8"), harness.FILE_NESTING)
+                except ValueError as error:
+                    if number > 1 and not line.endswith(b"\n"):
+                        return
+                    raise RunError(f"{path}: line {number} is not JSON ({error}); " + (
+                        "is it a trial log?" if number == 1 else "restore it from a copy, or move the log away")) from None
+                start += len(line)
+                yield number, start, value
+                number += 1
+
+
+def stretches(path):
+    """Yield (start, stop, line number) of stretches of a log's lines after the header, for `read_lines`: each of about
+    STRETCH bytes, the last to whatever is the log's end when it is read."""
+    with open(path, "rb") as file:
+        start, number = len(file.readline()), 2
+        while len(block := file.read(STRETCH)) == STRETCH and (rest := file.readline()).endswith(b"\n"):
+            stop = start + len(block) + len(rest)
+            yield start, stop, number
+            start, number = stop, number + block.count(b"\n") + 1
+        yield start, float("inf"), number
 
 
 def header_fault(header):
@@ -67,9 +87,26 @@ def header_fault(header):
     if not (isinstance(header, dict) and "bench_version" in header):
         return "the file is not a trial log: its first line is no header"
     kinds = {"bench_version": str, "harness_version": str, "run_id": str, "started_at": str, "inputs_sha256": str,
-             "case_set_sha256": str, "system": dict, "splits": list, "trials": int, "shard": type(None)}
+             "case_set_sha256": str, "system": dict, "splits": list, "trials": int, "shard": (str, type(None))}
     fault = harness.kind_fault(header, kinds) or harness.plan_fault(header) or session_fault(header)
+    try:
+        shard_numbers(header["shard"])
+    except ValueError:
+        fault = fault or f"`shard` is {header['shard']!r}"
     return f"the header's {fault}" if fault else None
+
+
+def shard_numbers(shard):
+    """Return (I, N) of a header's `shard`, "I/N"; a whole plan is shard 1 of 1. Raises ValueError for any other text."""
+    found = re.fullmatch("([1-9][0-9]{0,6})/([1-9][0-9]{0,6})", shard or "1/1")
+    if not found or int(found[1]) > int(found[2]):
+        raise ValueError(f"{shard!r} is not I/N with I from 1 to N")
+    return int(found[1]), int(found[2])
+
+
+def in_shard(trial, shard):
+    """True if a shard, (I, N), has the trials of this number."""
+    return trial % shard[1] == shard[0] - 1
 
 
 def session_fault(line):
@@ -82,13 +119,14 @@ def session_fault(line):
 class TrialLog:
     """A trial log on the disk: read row by row and, opened for writing, locked and appended to.
 
-    `header` is its first line; `sessions` describes the first session and each that resumed it, as read so far;
+    `header` is its first line, `shard` (I, N) which part of the plan it is; `sessions` describes the first session and each that resumed it, as read so far;
     `held` tells which trials were read or appended (case id -> a byte a trial), `count` how many; `end` is where the
-    last whole line ends.
+    last whole line ends, `began` when the trial read last began (in seconds since 1970).
     """
 
-    def __init__(self, path, writable=False):
-        """Raises RunError for a file that is no log, or that another process is writing."""
+    def __init__(self, path, writable=False, stretch=None):
+        """Only the lines of `stretch` (see `stretches`) are read, by default all after the header. Raises RunError for a file that is no log, or that
+        another process is writing."""
         self.path, self.file = path, None
         self.regraded_from = None
         self.case_ids = None    # where given, the cases of the plan: a trial of any other is refused
@@ -99,10 +137,11 @@ class TrialLog:
             self.file = open(path, "r+b", buffering=0)
             self._lock()
         try:
-            self.lines = read_lines(path)
-            _, self.end, self.header = next(self.lines, (0, 0, None))
+            _, self.end, self.header = next(read_lines(path), (0, 0, None))
             if fault := header_fault(self.header):
                 raise RunError(f"{path}: line 1: {fault}")
+            self.lines = read_lines(path, *(stretch or (self.end, float("inf"), 2)))
+            self.shard = shard_numbers(self.header["shard"])
             self.sessions = [{key: self.header[key] for key in ("started_at", *DESCRIBING)}]
         except BaseException:
             self.close()
@@ -144,10 +183,12 @@ class TrialLog:
                 return session_fault(row)
         if fault := harness.row_fault(row, self.case_ids, self.header["trials"]):
             return fault
-        if harness.is_not_run(row):
+        if not in_shard(row["trial"], self.shard):
+            return f"trial {row['trial']} is not of the log's shard {self.header['shard']}"
+        if "error" in row and harness.is_not_run(row):
             return "a log holds no trial that was not run"
         try:
-            harness.seconds(row["started_at"])
+            self.began = harness.seconds(row["started_at"])
         except (TypeError, ValueError, LookupError):
             return "`started_at` must be a time"
         if self.holds(row["case_id"], row["trial"]):
@@ -250,19 +291,21 @@ def differences(name, logged, now, there="there", here="here"):
         yield f"{name} ({old} {there}, {new} {here})" if len(old + new) < 100 else name
 
 
-def refuse_other_benchmark(path, logged, now):
-    """Raise RunError, naming what differs, unless two headers are of the same benchmark."""
-    found = [line for key in COMPARED for line in differences(key, logged.get(key), now[key])]
+def refuse_other_benchmark(path, logged, now, other=None):
+    """Raise RunError, naming what differs, unless two headers are of the same benchmark: a log's and that of a run, or
+    that of the log `other`."""
+    found = [line for key in COMPARED
+             for line in differences(key, logged.get(key), now[key], "there", f"in {other}" if other else "here")]
     if found:
-        raise RunError(f"{path} is a log of another benchmark: {'; '.join(found)}; name another --log" + (
+        raise RunError(f"{path} is a log of another benchmark: {'; '.join(found)}" + ("" if other else "; name another --log") + (
             " (what it holds can be graded with today's answers: report.py --regrade)"
-            if found == ["case_set_sha256"] else ""))
+            if found == ["case_set_sha256"] and not other else ""))
 
 
-def read_log(path, case_set, regrade=False):
+def read_log(path, case_set, regrade=False, **stretch):
     """Return the log at `path`, to be read. Raises RunError where it is none, or of another case set; with
     `regrade`, `regraded_from` of the log is the digest of the set of the same inputs that it was made from."""
-    log = TrialLog(path)
+    log = TrialLog(path, **stretch)
     log.regraded_from = harness.of_case_set(log.header, case_set, path, regrade)
     log.case_ids = planned_ids(log.header, case_set)
     return log
@@ -273,17 +316,44 @@ def planned_ids(header, case_set):
     return {case["id"] for case in harness.in_splits(case_set, header["splits"])}
 
 
-def to_recording(path, case_set, regrade=False):
+def read_shards(paths, case_set, regrade=False):
+    """Return the logs at `paths`, to be read one after the other: a single one, or shards of one plan, of which each
+    refuses a trial that one before it holds. Raises RunError as `read_log` does, and for logs of different plans."""
+    logs = sorted((read_log(path, case_set, regrade) for path in paths), key=lambda log: log.shard)
+    first = logs[0]
+    for log in logs[1:]:
+        if first.header["shard"] is None or log.header["shard"] is None:
+            whole = first if first.header["shard"] is None else log
+            raise RunError(f"{whole.path} is the log of a whole plan; only the logs of shards are put together")
+        refuse_other_benchmark(log.path, log.header, first.header | {"shard": log.header["shard"]}, first.path)
+        if log.shard[1] != first.shard[1]:
+            raise RunError(f"{log.path} is of shard {log.header['shard']} and {first.path} of {first.header['shard']}: "
+                           "these are not shards of one plan")
+        log.held = first.held
+    return logs
+
+
+def sessions_of(log):
+    """Return the sessions of a log as what is made from it holds them: those of a shard name it and its run, since
+    a trial's `session` counts within its own log."""
+    shard = {"shard": log.header["shard"], "run_id": log.header["run_id"]} if log.header["shard"] else {}
+    return [session | shard for session in log.sessions]
+
+
+def to_recording(path, case_set, regrade=False, others=()):
     """Return the recording of a log, in trial-major order: every planned trial, `NotRun` where the log lacks it.
+    `others` are the logs of further shards of its plan.
 
     Raises RunError for a log of another case set (but see `read_log`), and for one with a line that cannot be of it.
     """
-    log = read_log(path, case_set, regrade)
-    rows = {(row["case_id"], row["trial"]): harness.recorded(row) for row in log.rows()}
+    logs = read_shards([path, *others], case_set, regrade)
+    rows = {(row["case_id"], row["trial"]): harness.recorded(row) for log in logs for row in log.rows()}
+    header = logs[0].header
     kept = ("run_id", "harness_version", "system", "inputs_sha256", "splits", "trials")
-    planned = harness.plan(case_set, log.header["splits"], log.header["trials"])
-    return {key: log.header[key] for key in kept} | {
-        "case_set_sha256": case_set["sha256"], "regraded_from": log.regraded_from, "sessions": log.sessions,
+    planned = harness.plan(case_set, header["splits"], header["trials"])
+    return {key: header[key] for key in kept} | {
+        "case_set_sha256": case_set["sha256"], "regraded_from": logs[0].regraded_from,
+        "sessions": [session for log in logs for session in sessions_of(log)],
         "results": [rows.get((case["id"], trial)) or harness.not_run(case["id"], trial) for case, trial in planned]}
 
 

@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import time
+from array import array
 from collections import namedtuple
 from datetime import datetime, timezone
 from pathlib import Path
@@ -121,7 +122,7 @@ def parse_json(text, nesting=MAX_NESTING):
         value, end = _DECODER.raw_decode(text)
         if end != len(text):
             raise json.JSONDecodeError("more than one value", "", end)
-        if text.count("[") + text.count("{") > nesting and _nested_deeper(value, nesting):
+        if end > nesting and text.count("[") + text.count("{") > nesting and _nested_deeper(value, nesting):
             raise ValueError(f"nested more than {nesting} levels deep")
     except json.JSONDecodeError:
         raise
@@ -130,6 +131,19 @@ def parse_json(text, nesting=MAX_NESTING):
     except ValueError as error:
         raise json.JSONDecodeError(str(error), "", 0) from None
     return value
+
+
+def parse_lines(lines):
+    """Return the values of some lines of JSON (bytes), or None unless each of them is one. It is faster than to read
+    them one by one, which tells what is wrong with them."""
+    if any(len(line) > FILE_NESTING and line.count(b"[") + line.count(b"{") > FILE_NESTING for line in lines):
+        return None    # one may be nested too deeply
+    try:
+        text = "[" + b",".join(lines).decode("utf-8") + "]"
+        values, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return values if end == len(text) and len(values) == len(lines) else None
 
 
 def read_json(path, error=RunError):
@@ -508,32 +522,41 @@ class TrialDigest:
 
     def __init__(self, trials):
         self.trials = trials
-        self.digests = {}    # case id -> 32 bytes a trial; 32 zero bytes where there is none
+        self.places = {}    # case id -> the number that stands for it in `cases`
+        self.cases, self.numbers, self.digests = array("i"), array("i"), bytearray()    # of each trial, as they came
 
     def add(self, value):
         """Add a trial: a dict of `case_id`, `trial` and what else counts."""
-        if value["case_id"] not in self.digests:
-            self.digests[value["case_id"]] = bytearray(32 * self.trials)
-        digests = self.digests[value["case_id"]]
-        start = 32 * value["trial"]
-        digests[start:start + 32] = hashlib.sha256(encode(value, sort_keys=True)).digest()
+        self.cases.append(self.places.setdefault(value["case_id"], len(self.places)))
+        self.numbers.append(value["trial"])
+        self.digests += hashlib.sha256(encode(value, sort_keys=True)).digest()
+
+    def merge(self, other):
+        """Add the trials of another digest."""
+        places = [self.places.setdefault(case_id, len(self.places)) for case_id in other.places]
+        self.cases.extend(places[place] for place in other.cases)
+        self.numbers.extend(other.numbers)
+        self.digests.extend(other.digests)
 
     def hexdigest(self):
         """Return the digest of all trials that were added."""
-        whole = hashlib.sha256()
-        in_order = [self.digests[case_id] for case_id in sorted(self.digests)]
-        for start in range(0, 32 * self.trials, 32):
-            for digests in in_order:
-                one = digests[start:start + 32]
-                if any(one):
-                    whole.update(one)
+        whole, width = hashlib.sha256(), len(self.places)
+        ranked = {case_id: rank for rank, case_id in enumerate(sorted(self.places))}
+        ranks = [ranked[case_id] for case_id in self.places]
+        in_order = array("i", [-1]) * (width * self.trials)
+        for came, (place, trial) in enumerate(zip(self.cases, self.numbers)):
+            in_order[trial * width + ranks[place]] = came
+        for came in in_order:
+            if came >= 0:
+                whole.update(self.digests[32 * came:32 * came + 32])
         return whole.hexdigest()
 
 
 def recorded(row):
     """Return what a recording holds of a trial: the input of `recording_sha256`."""
     held = "error" if "error" in row else "output"
-    return {key: row[key] for key in ("case_id", "trial", held, "metadata", "latency_s")}
+    return {"case_id": row["case_id"], "trial": row["trial"], held: row[held], "metadata": row["metadata"],
+            "latency_s": row["latency_s"]}
 
 
 def not_run(case_id, trial):
@@ -565,13 +588,13 @@ def grade(case, trial, result, checks):
     if "expected_error" in case:
         return "fail", "rejection", f"an output came back where {case['expected_error']} was expected"
     for name, check in checks:
-        where = f"check {name}, case {case['id']}, trial {trial}"
         try:
             reason = check(case, result["output"])
+            if not (reason is None or isinstance(reason, str)):
+                raise TypeError(f"a check returns None or a reason, not {type(reason).__name__}")
         except Exception as error:
-            raise RunError(f"{where}: the check raised {type(error).__name__}: {error}") from None
-        if not (reason is None or isinstance(reason, str)):
-            raise RunError(f"{where}: a check returns None or a reason, not {type(reason).__name__}")
+            raise RunError(f"check {name}, case {case['id']}, trial {trial}: the check raised {type(error).__name__}: "
+                           f"{error}") from None
         if reason is not None:
             return "fail", name, reason
     return "pass", None, None

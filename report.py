@@ -9,15 +9,18 @@
 A metric that the data cannot support is not printed: with any planned trial not run there is no curve.
 """
 import argparse
+import contextlib
+import hashlib
 import itertools
 import json
 import math
 import os
 import re
+import signal
 import sys
 from array import array
 from collections import Counter
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import bench
@@ -33,6 +36,8 @@ CHECK_OUTCOMES = {"output-fields": "schema", "rejection": "rejection"}
 SHOWN_K = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 Z_95 = 1.959963984540054
 FEW_LATENCIES = 100
+MOST_KEYS = 10_000
+MOST_PROCESSES = 8    # some 40 MB each
 MOST_CELLS = 20_000    # more are shown as a bar for each case
 MOST_EXACT_STEPS = 200_000_000    # some seconds
 SIGN_SAMPLES = 9999
@@ -159,47 +164,156 @@ def never_passed(counts):
     return counts["pass"] == 0 < ran(counts)
 
 
-def outcome(result):
-    """Return the one word, of a closed list, for how a trial ended."""
-    if result["verdict"] == "pass":
+def cause(verdict, check, error):
+    """Return what a trial ended by: the check that it failed, the type of its error, or None for a pass."""
+    return check if verdict == "fail" else error["types"][0] if verdict == "incomplete" else None
+
+
+def outcome_of(verdict, ended_by):
+    """Return the one word, of a closed list, for a verdict and its cause."""
+    if verdict == "pass":
         return "success"
-    if result["verdict"] == "fail":
-        return CHECK_OUTCOMES.get(result["check"], "wrong")
-    return OUTCOMES.get(result["error"]["types"][0], "error")
+    return CHECK_OUTCOMES.get(ended_by, "wrong") if verdict == "fail" else OUTCOMES.get(ended_by, "error")
+
+
+def outcome(result):
+    """Return the one word for how a graded trial ended."""
+    return outcome_of(result["verdict"], cause(result["verdict"], result["check"], result["error"]))
 
 
 # --- reading ----------------------------------------------------------------------------------------------
 
-def read(path, case_set, task, regrade=False):
-    """Return (manifest, results) of a trial log or a run record."""
-    return from_log(path, case_set, task, regrade) if harness.is_log(path) else from_run_record(path, case_set)
+@lru_cache
+def loaded(cases_path, task_name):
+    """Return (case set, task), read once a process."""
+    task = harness.load_task(task_name)
+    return harness.load_cases(cases_path, task), task
 
 
-def from_log(path, case_set, task, regrade=False):
-    """Return (manifest, results) of a trial log, graded row by row on the way. `results` streams; the manifest
-    has its `recording_sha256` and `wall_s` once they are exhausted. Raises RunError for a log of another case set."""
-    log = bench.read_log(path, case_set, regrade)
-    harness.of_task(log.header["task"], task, path, regrade)
-    cases = {case["id"]: case for case in harness.in_splits(case_set, log.header["splits"])}
-    manifest = harness.manifest(log.header | {"sessions": log.sessions, "regraded_from": log.regraded_from},
-                                case_set, task, None)
+def runs_of(inputs):
+    """Return the inputs as lists of files that are one run each: the logs of a system's shards together, all others
+    alone."""
+    runs, shards = [], {}
+    for path in inputs:
+        header = bench.TrialLog(path).header if harness.is_log(path) else {"shard": None}
+        if header["shard"] is None:
+            runs.append([path])
+        elif (name := header["system"]["name"]) in shards:
+            shards[name].append(path)
+        else:
+            runs.append(shards.setdefault(name, [path]))
+    return runs
 
-    def graded_rows():
-        """Yield each logged trial graded, then each that was not run, and complete the manifest."""
-        digest, spans = harness.TrialDigest(log.header["trials"]), {}
+
+def counted(paths, args):
+    """Return (manifest, Tally) of a run's files."""
+    if harness.is_log(paths[0]):
+        return from_logs(paths, args)
+    case_set, _ = loaded(args.cases, args.task)
+    manifest, results = from_run_record(paths[0], case_set)
+    tally = Tally([case["id"] for case in harness.in_splits(case_set, manifest["splits"])], manifest["trials"])
+    for result in results:
+        tally.add(result, result["verdict"], result["check"], result["metadata"]["recorded_latency_s"])
+    return manifest, tally
+
+
+def graded_trials(paths, args):
+    """Yield each trial of a run's files graded, the planned ones that were not run last."""
+    case_set, task = loaded(args.cases, args.task)
+    if not harness.is_log(paths[0]):
+        yield from from_run_record(paths[0], case_set)[1]
+        return
+    first, *others = logs = bench.read_shards(paths, case_set, args.regrade)
+    cases = {case["id"]: case for case in harness.in_splits(case_set, first.header["splits"])}
+    for log in logs:
         for row in log.rows():
-            began = harness.seconds(row["started_at"])
-            span = spans.setdefault(len(log.sessions), [began, began])
-            span[0], span[1] = min(span[0], began), max(span[1], began + row["latency_s"])
-            digest.add(harness.recorded(row))
             yield harness.graded(cases[row["case_id"]], row, log.header["run_id"], task.checks)
-        for case, trial in bench.missing_trials(log, case_set):
-            row = harness.not_run(case["id"], trial)
-            digest.add(row)
-            yield harness.graded(case, row, log.header["run_id"], task.checks)
-        manifest["recording_sha256"] = digest.hexdigest()
-        manifest["wall_s"] = round(sum(end - began for began, end in spans.values()), 3)
-    return manifest, graded_rows()
+    for case, trial in harness.plan(case_set, first.header["splits"], first.header["trials"]):
+        if not first.holds(case["id"], trial):    # nor do the others, which share what they hold
+            yield harness.graded(case, harness.not_run(case["id"], trial), first.header["run_id"], task.checks)
+
+
+def from_logs(paths, args):
+    """Return (manifest, Tally) of a log, or of the logs of shards, counted a stretch at a time and side by side. Raises
+    RunError for a log that is not of the case set, and for a trial that is logged twice."""
+    case_set, task = loaded(args.cases, args.task)
+    logs = bench.read_shards(paths, case_set, args.regrade)
+    for log in logs:
+        harness.of_task(log.header["task"], task, log.path, args.regrade)
+    header, digest, spans = logs[0].header, harness.TrialDigest(logs[0].header["trials"]), {}
+    tally = Tally([case["id"] for case in harness.in_splits(case_set, header["splits"])], header["trials"])
+    parts = [(log, stretch) for log in logs for stretch in bench.stretches(log.path)]
+    count = partial(count_stretch, cases_path=args.cases, task_name=args.task, regrade=args.regrade)
+    with side_by_side(len(parts)) as map_:
+        counted = map_(count, [log.path for log, _ in parts], [stretch for _, stretch in parts])
+        for (log, _), (part, part_digest, sessions, part_spans) in zip(parts, counted):
+            tally.merge(part)
+            digest.merge(part_digest)
+            for place, span in part_spans.items():
+                number = len(log.sessions) - 1 + place
+                spans[log, number] = wider(spans.get((log, number), span), *span)
+            log.sessions += sessions[1:]
+    try:
+        all_missing = tally.missing()
+    except RunError:
+        for log in bench.read_shards(paths, case_set, args.regrade):    # one after the other, which names the line
+            for _ in log.rows():
+                pass
+        raise
+    for missing in all_missing:
+        row = harness.not_run(*missing)
+        digest.add(row)
+        tally.add(row, "incomplete", None, None)
+    sessions = [session for log in logs for session in bench.sessions_of(log)]
+    manifest = harness.manifest(header | {"sessions": sessions, "regraded_from": logs[0].regraded_from}, case_set, task,
+                                digest.hexdigest())
+    # Shards may run at the same time on many machines: their sessions' times do not add up to one.
+    wall_s = None if header["shard"] else round(sum(ended - began for began, ended in spans.values()), 3)
+    return manifest | {"wall_s": wall_s}, tally
+
+
+def count_stretch(path, stretch, cases_path, task_name, regrade):
+    """Return (Tally, TrialDigest, sessions, spans) of a stretch of a log, graded row by row on the way. The first
+    session is the one that goes on; `spans` maps a session's place to (when its first trial began, when its last
+    ended)."""
+    case_set, task = loaded(cases_path, task_name)
+    log = bench.read_log(path, case_set, regrade, stretch=stretch)
+    cases = {case["id"]: case for case in harness.in_splits(case_set, log.header["splits"])}
+    tally, digest, spans = Tally(list(cases), log.header["trials"]), harness.TrialDigest(log.header["trials"]), {}
+    for row in log.rows():
+        began, place = log.began, len(log.sessions) - 1
+        spans[place] = wider(spans.get(place, (began, began)), began, began + row["latency_s"])
+        digest.add(harness.recorded(row))
+        verdict, check, _ = harness.grade(cases[row["case_id"]], row["trial"], row, task.checks)
+        tally.add(row, verdict, check, row["latency_s"])
+    return tally, digest, log.sessions, spans
+
+
+def wider(span, began, ended):
+    """Return a span of time, (began, ended), that holds another too."""
+    return min(span[0], began), max(span[1], ended)
+
+
+@contextlib.contextmanager
+def side_by_side(tasks):
+    """Yield a `map` that spreads its calls over processes, one a core; Python's own where there is one call or core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes, pool = min(tasks, cores, MOST_PROCESSES), None
+    if processes > 1:
+        from concurrent import futures
+        try:    # Ctrl-C ends them without a word
+            pool = futures.ProcessPoolExecutor(processes, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
+        except (ImportError, NotImplementedError, OSError):    # a platform without semaphores
+            pass
+    if pool is None:
+        yield map
+        return
+    try:
+        yield pool.map
+    except futures.BrokenExecutor:
+        raise RunError("a process that counted trials was ended by the system (out of memory?); try again") from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def from_run_record(path, case_set):
@@ -230,56 +344,96 @@ def from_run_record(path, case_set):
 # --- one system -------------------------------------------------------------------------------------------
 
 class Tally:
-    """What is kept of a system's graded trials: counts, marks, latencies and 8 bytes an output, but no rows."""
+    """What is kept of graded trials: counts and, as they came, some 60 bytes of each, but no rows."""
+    keys = {}    # of outputs, in this process
 
-    def __init__(self, cases, trials):
-        self.marks = {case["id"]: bytearray(MARKS["not run"] * trials, "ascii") for case in cases}
-        self.outcomes = {case["id"]: Counter() for case in cases}
-        self.outputs = {case["id"]: array("q") for case in cases}
-        self.latencies = {case["id"]: array("d") for case in cases}
-        self.failures, self.errors = Counter(), Counter()
+    def __init__(self, case_ids, trials):
+        """`case_ids` and `trials` are the plan's."""
+        self.case_ids, self.trials = case_ids, trials
+        self.places = {case_id: place for place, case_id in enumerate(case_ids)}
+        self.cases, self.numbers, self.marks = array("i"), array("i"), bytearray()    # the places of the cases
+        self.outputs, self.latencies = array("Q"), array("d")    # below 0: no output
+        self.ends = Counter()    # (place of the case, verdict, cause) -> trials
         self.named, self.usage = set(), Usage()
 
-    def add(self, result):
-        """Count one graded trial."""
-        case_id, metadata, word = result["case_id"], result["metadata"], outcome(result)
-        self.outcomes[case_id][word] += 1
-        if word != "not-run":
-            self.marks[case_id][result["trial"]] = ord(MARKS[result["verdict"]])
-        if result["verdict"] == "fail":
-            self.failures[result["check"]] += 1
-        elif result["verdict"] == "incomplete":
-            self.errors[result["error"]["types"][0]] += 1
-        if result["error"] is None:
-            self.latencies[case_id].append(metadata["recorded_latency_s"])
-            self.outputs[case_id].append(hash(harness.encode(result["output"], sort_keys=True)))
-        self.usage.add(metadata, result["verdict"] == "pass")
+    def add(self, trial, verdict, check, latency_s):
+        """Count one graded trial, given as a log's row or a run record's result."""
+        place, metadata, error = self.places[trial["case_id"]], trial["metadata"], trial.get("error")
+        ended_by = cause(verdict, check, error)
+        self.ends[place, verdict, ended_by] += 1
+        self.cases.append(place)
+        self.numbers.append(trial["trial"])
+        self.marks.append(ord(MARKS["not run" if ended_by == "NotRun" else verdict]))
+        self.outputs.append(self.key_of(trial["output"]) if error is None else 0)
+        self.latencies.append(latency_s if error is None else -1)
+        self.usage.add(metadata, verdict == "pass")
         model, server = metadata.get("model"), metadata.get("server")
         self.named.add((model if isinstance(model, str) else None, server if isinstance(server, str) else None))
 
-    def per_case(self, case):
-        """Return one case's part of the report."""
-        case_id = case["id"]
-        return {"class": case["class"], "critical": case.get("critical", False),
-                **counts_of(self.marks[case_id].decode()), "outputs": len(self.outputs[case_id]),
-                "distinct_outputs": len(set(self.outputs[case_id])),
-                "p95_s": nearest_rank(sorted(self.latencies[case_id]), 95),
-                "outcomes": dict(self.outcomes[case_id].most_common())}
+    def key_of(self, output):
+        """Return 64 bits of the digest of an output's canonical JSON; few outputs are new, and others are looked up."""
+        text = repr(output)
+        if text not in self.keys:
+            if len(self.keys) >= MOST_KEYS:
+                self.keys.clear()
+            self.keys[text] = int.from_bytes(hashlib.sha256(harness.encode(output, sort_keys=True)).digest()[:8], "big")
+        return self.keys[text]
+
+    def merge(self, other):
+        """Count the trials of another tally of the same plan."""
+        for name in ("cases", "numbers", "marks", "outputs", "latencies"):
+            getattr(self, name).extend(getattr(other, name))
+        self.ends.update(other.ends)
+        self.named |= other.named
+        self.usage.merge(other.usage)
+
+    def missing(self):
+        """Return (case id, trial) of each planned trial that was not counted. Raises RunError where one was twice."""
+        counted = [bytearray(self.trials) for _ in self.case_ids]
+        for place, trial in zip(self.cases, self.numbers):
+            if counted[place][trial]:
+                raise RunError(f"case {self.case_ids[place]}, trial {trial} is logged twice; the logs were left as they are")
+            counted[place][trial] = 1
+        return [(case_id, trial) for case_id, of_case in zip(self.case_ids, counted)
+                for trial, is_counted in enumerate(of_case) if not is_counted]
+
+    def causes(self, verdict):
+        """Return what the trials of one verdict ended by, most often first."""
+        causes = Counter()
+        for (_, ended, ended_by), count in self.ends.items():
+            if ended == verdict:
+                causes[ended_by] += count
+        return dict(causes.most_common())
+
+    def per_case(self, cases):
+        """Return each case's part of the report."""
+        marks = [bytearray(MARKS["not run"] * self.trials, "ascii") for _ in cases]
+        outputs, latencies = [array("Q") for _ in cases], [array("d") for _ in cases]
+        for place, trial, mark, output, latency_s in zip(self.cases, self.numbers, self.marks, self.outputs, self.latencies):
+            marks[place][trial] = mark
+            if latency_s >= 0:
+                outputs[place].append(output)
+                latencies[place].append(latency_s)
+        outcomes = [Counter() for _ in cases]
+        for (place, *end), count in self.ends.items():
+            outcomes[place][outcome_of(*end)] += count
+        return {case["id"]: {
+            "class": case["class"], "critical": case.get("critical", False), **counts_of(marks[place].decode()),
+            "outputs": len(latencies[place]), "distinct_outputs": len(set(outputs[place])),
+            "p95_s": nearest_rank(sorted(latencies[place]), 95), "outcomes": dict(outcomes[place].most_common())}
+            for place, case in enumerate(cases)}
 
 
-def summarize(source, manifest, results, case_set, prices=(None, None)):
-    """Return (a system's part of the report, its latencies in ascending order) from its graded trials. `source`
+def summarize(source, manifest, tally, case_set, prices=(None, None)):
+    """Return (a system's part of the report, its latencies in ascending order) from the Tally of its trials. `source`
     names the file they come from."""
     trials, cases = manifest["trials"], harness.in_splits(case_set, manifest["splits"])
-    tally = Tally(cases, trials)
-    for result in results:
-        tally.add(result)
-    per_case = {case["id"]: tally.per_case(case) for case in cases}
+    per_case = tally.per_case(cases)
     not_run = sum(counts["not_run"] for counts in per_case.values())
     values, intervals = (None, None) if not_run else curve(trials, [counts["pass"] for counts in per_case.values()])
     columns = None if not_run else [sum(column) for column in zip(*(
         [mark == MARKS["pass"] for mark in counts["marks"]] for counts in per_case.values()))]
-    ordered = sorted(itertools.chain.from_iterable(tally.latencies.values()))
+    ordered = sorted(latency_s for latency_s in tally.latencies if latency_s >= 0)
     latencies_s = {"trials": len(ordered)} | {name: nearest_rank(ordered, percent) for name, percent in (
         ("median", 50), ("p90", 90), ("p95", 95))}
     verdicts = {verdict: sum(counts[verdict] for counts in per_case.values()) for verdict in harness.VERDICTS}
@@ -292,8 +446,7 @@ def summarize(source, manifest, results, case_set, prices=(None, None)):
         "regraded_from": manifest["regraded_from"], "sessions": manifest["sessions"],
         "named_in_replies": replies, "mixed": mixed,
         "trials_per_case": trials, "cases": len(cases), "verdicts": verdicts, "not_run": not_run,
-        "failures_by_check": dict(tally.failures.most_common()),
-        "incomplete_by_error": dict(tally.errors.most_common()),
+        "failures_by_check": tally.causes("fail"), "incomplete_by_error": tally.causes("incomplete"),
         "outcomes": outcomes_by_group(per_case), "per_case": per_case,
         "flaky_cases": [case_id for case_id, counts in per_case.items() if is_flaky(counts)],
         "never_passed": [case_id for case_id, counts in per_case.items() if never_passed(counts)],
@@ -341,41 +494,50 @@ class Usage:
     """Tokens and generation time over trials. A count that a server did not give is missing, never zero."""
 
     def __init__(self):
-        self.tokens, self.trials = {"in": 0, "out": 0}, {"in": 0, "out": 0}
-        self.both = {"in": 0, "out": 0, "trials": 0, "passed": 0}    # of the trials that were counted both ways
-        self.timed_tokens = self.generation_s = 0
+        # (tokens in counted?, tokens out counted?) -> trials, passed trials, tokens in, tokens out
+        self.sums = {(way_in, way_out): [0, 0, 0, 0] for way_in in (False, True) for way_out in (False, True)}
+        self.timed = [0, 0]    # tokens out, and the seconds that they took
 
     def add(self, metadata, passed):
         """Add one trial's metadata."""
-        counts = {way: count for way in ("in", "out") if sane(count := metadata.get(f"tokens_{way}"), int)}
-        for way, count in counts.items():
-            self.tokens[way] += count
-            self.trials[way] += 1
-        if len(counts) == 2:
-            for key, value in {**counts, "trials": 1, "passed": passed}.items():
-                self.both[key] += value
-        if "out" in counts and sane(metadata.get("generation_s"), (int, float)) and metadata["generation_s"] > 1e-6:
-            self.timed_tokens += counts["out"]
-            self.generation_s += metadata["generation_s"]
+        tokens_in, tokens_out = metadata.get("tokens_in"), metadata.get("tokens_out")
+        counted = sane(tokens_in, int), sane(tokens_out, int)
+        sums = self.sums[counted]
+        sums[0] += 1
+        sums[1] += passed
+        if counted[0]:
+            sums[2] += tokens_in
+        if counted[1]:
+            sums[3] += tokens_out
+            if sane(metadata.get("generation_s"), int, float) and metadata["generation_s"] > 1e-6:
+                self.timed[0] += tokens_out
+                self.timed[1] += metadata["generation_s"]
+
+    def merge(self, other):
+        """Add the trials of another."""
+        for counted, sums in other.sums.items():
+            self.sums[counted] = [a + b for a, b in zip(self.sums[counted], sums)]
+        self.timed = [a + b for a, b in zip(self.timed, other.timed)]
 
     def summary(self, trials_per_case, price_in, price_out):
         """Return tokens, their rate, and, with both prices (per million tokens), the cost, over the trials that
         were counted both ways: of one, of as many as a case has, and of all for each that passed."""
-        summary = {f"tokens_{way}": self.tokens[way] if self.trials[way] else None for way in ("in", "out")}
-        summary |= {"trials_counted": self.trials, "trials_counted_both": self.both["trials"],
-                    "tokens_per_s": round(self.timed_tokens / self.generation_s, 2) if self.generation_s else None}
+        trials, passed, tokens_in, tokens_out = self.sums[True, True]
+        trials_in, trials_out = trials + self.sums[True, False][0], trials + self.sums[False, True][0]
+        summary = {"tokens_in": tokens_in + self.sums[True, False][2] if trials_in else None,
+                   "tokens_out": tokens_out + self.sums[False, True][3] if trials_out else None,
+                   "trials_counted": {"in": trials_in, "out": trials_out}, "trials_counted_both": trials,
+                   "tokens_per_s": round(self.timed[0] / self.timed[1], 2) if self.timed[1] else None}
         if price_in is not None:
-            cost = (self.both["in"] * price_in + self.both["out"] * price_out) / 1e6
-            per_trial = cost / self.both["trials"] if self.both["trials"] else None
-            summary["cost"] = per_trial if per_trial is None else {
-                "per_trial": per_trial, "per_case": per_trial * trials_per_case,
-                "per_passed_trial": cost / self.both["passed"] if self.both["passed"] else None}
+            cost = (tokens_in * price_in + tokens_out * price_out) / 1e6
+            summary["cost"] = {"per_trial": cost / trials, "per_case": cost / trials * trials_per_case,
+                               "per_passed_trial": cost / passed if passed else None} if trials else None
         return summary
 
 
-def sane(value, kind):
-    """True if what a server measured is a number of its kind that can be added up."""
-    return isinstance(value, kind) and not isinstance(value, bool) and 0 <= value < 1e12
+def sane(value, *kinds):
+    """True if what a server measured is a number of these types that can be added up."""
+    return type(value) in kinds and 0 <= value < 1e12
 
 
 def some(values):
@@ -1081,14 +1243,14 @@ def parser():
     return parser
 
 
-def build(inputs, read_again, case_set, args):
-    """Return (the report, each system's latencies in ascending order) of the inputs, of which `read_again(place)`
-    reads one and returns its (manifest, results)."""
+def build(runs, case_set, args):
+    """Return (the report, each system's latencies in ascending order) of the runs, a list of files each."""
     baseline = args.baseline and harness.read_json(args.baseline)
-    names, systems, latencies = Counter(Path(path).name for path in inputs), [], []
-    for place, path in enumerate(inputs):
-        source = Path(path).name if names[Path(path).name] == 1 else str(path)
-        system, ordered = summarize(source, *read_again(place), case_set, (args.price_in, args.price_out))
+    names, systems, latencies = Counter(Path(paths[0]).name for paths in runs), [], []
+    for paths in runs:
+        source = Path(paths[0]).name if names[Path(paths[0]).name] == 1 else str(paths[0])
+        source += f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        system, ordered = summarize(source, *counted(paths, args), case_set, (args.price_in, args.price_out))
         systems.append({"case_set_sha256": case_set["sha256"]} | system)
         latencies.append(ordered)
     decisions = [decide(wanted, system, args.lower_bound) for wanted in args.require for system in systems]
@@ -1098,13 +1260,13 @@ def build(inputs, read_again, case_set, args):
             "decisions": decisions}, latencies
 
 
-def write_out(report, latencies, read_again, args):
+def write_out(report, latencies, runs, args):
     """Write the report and, where they are asked for, its Markdown and its page, whose trials are read once more."""
     systems = report["systems"]
 
     def failures():
-        return ((system, (result for result in read_again(place)[1] if result["verdict"] != "pass"))
-                for place, system in enumerate(systems))
+        return ((system, (result for result in graded_trials(paths, args) if result["verdict"] != "pass"))
+                for system, paths in zip(systems, runs))
     harness.write(args.out, [json.dumps(report, ensure_ascii=False, allow_nan=False, indent=1), "\n"])
     if args.markdown:
         harness.write(args.markdown, markdown(report, failures()))
@@ -1112,11 +1274,11 @@ def write_out(report, latencies, read_again, args):
         few = sum(system["cases"] * system["trials_per_case"] for system in systems) <= MOST_CELLS
         cells = {(place, result["case_id"], result["trial"]): "\n".join(
                      shortened(harness.printable(line.strip())) for line in trial_lines(result))
-                 for place in range(len(systems)) for result in read_again(place)[1]} if few else None
+                 for place, paths in enumerate(runs) for result in graded_trials(paths, args)} if few else None
         harness.write(args.html, page(report, cells, latencies, failures() if few else ()))
 
 
-def print_trials(report, read_again, args, case_set):
+def print_trials(report, runs, args, case_set):
     """Print the trials that --failures or --case asks for."""
     if args.case:
         cases = {case["id"]: case for case in harness.in_splits(case_set, ["development"])}
@@ -1124,11 +1286,11 @@ def print_trials(report, read_again, args, case_set):
         if asked is None:
             raise RunError(f"{case_set['file']} has no development case {args.case!r}; it has {', '.join(cases)[:500]}")
         print(harness.printable(json.dumps(asked, ensure_ascii=False)))
-    for place, system in enumerate(report["systems"]):
+    for system, paths in zip(report["systems"], runs):
         print(harness.printable(f"{system['system']['name']}, from {system['source']}"))
         for note in system["notes"]:
             print(harness.printable(f"  note: {note}"))
-        for result in read_again(place)[1]:
+        for result in graded_trials(paths, args):
             if result["case_id"] == args.case or not args.case and result["verdict"] != "pass":
                 for line in trial_lines(result):
                     print(harness.printable(line))
@@ -1141,20 +1303,18 @@ def main(argv=None):
         parser().error("--price-in and --price-out go together")
     if args.lower_bound and any(metric.startswith("pass") and sign[0] != ">" for _, metric, sign, _ in args.require):
         parser().error("--lower-bound goes with rules that say > or >=")
-    task = harness.load_task(args.task)
-    case_set = harness.load_cases(args.cases, task)
+    loaded.cache_clear()    # the files may have changed since an earlier call
+    case_set, _ = loaded(args.cases, args.task)
     inputs = args.inputs or logs_in_runs(case_set, args.regrade)
     outputs = [path for path in (args.out, args.markdown, args.html) if path]
     harness.refuse_inputs(outputs, [*inputs, args.baseline, args.cases])
     if len(set(map(os.path.realpath, outputs))) < len(outputs):
         raise RunError("the report, the Markdown and the page go to files of their own")
-
-    def read_again(place):
-        return read(inputs[place], case_set, task, args.regrade)
-    report, latencies = build(inputs, read_again, case_set, args)
-    write_out(report, latencies, read_again, args)
+    runs = runs_of(inputs)
+    report, latencies = build(runs, case_set, args)
+    write_out(report, latencies, runs, args)
     if args.failures or args.case:
-        print_trials(report, read_again, args, case_set)
+        print_trials(report, runs, args, case_set)
     else:
         color = sys.stdout and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         for system in report["systems"]:

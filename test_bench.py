@@ -1221,7 +1221,7 @@ class TamperedLogs(BenchTest):
         with self.assertRaisesRegex(harness.RunError, re.escape(said)):
             bench.to_recording(self.log, case_set)
         with self.assertRaisesRegex(harness.RunError, re.escape(said)):
-            list(report.from_log(self.log, case_set, harness.load_task("triage_task"))[1])
+            report.from_logs([self.log], report.parser().parse_args([str(self.log)]))
         self.assertEqual(self.log.read_bytes(), content)
 
     def test_refusal_reads_alike_from_every_script(self):
