@@ -9,7 +9,10 @@ The log is the original record (JSON Lines: a header, a line a trial, a line a r
 resumes it: no trial that it holds is run twice, and only the same benchmark continues it.
 """
 import argparse
+import contextlib
 import errno
+import glob
+import itertools
 import json
 import os
 import re
@@ -21,6 +24,7 @@ import harness
 from harness import RunError
 
 BENCH_VERSION = "1"
+DEFAULT_SYSTEM = "model_triage:embedded"
 COMPARED = ("bench_version", "harness_version", "inputs_sha256", "case_set_sha256", "system", "splits", "trials",
             "shard")
 DESCRIBING = ("budget_s", "workers", "environment", "endpoint", "server", "task", "cases")
@@ -98,15 +102,10 @@ def header_fault(header):
 
 def shard_numbers(shard):
     """Return (I, N) of a header's `shard`, "I/N"; a whole plan is shard 1 of 1. Raises ValueError for any other text."""
-    found = re.fullmatch("([1-9][0-9]{0,6})/([1-9][0-9]{0,6})", shard or "1/1")
+    found = re.fullmatch("([1-9][0-9]{0,6})/([1-9][0-9]{0,6})", "1/1" if shard is None else shard)
     if not found or int(found[1]) > int(found[2]):
         raise ValueError(f"{shard!r} is not I/N with I from 1 to N")
     return int(found[1]), int(found[2])
-
-
-def in_shard(trial, shard):
-    """True if a shard, (I, N), has the trials of this number."""
-    return trial % shard[1] == shard[0] - 1
 
 
 def session_fault(line):
@@ -119,7 +118,7 @@ def session_fault(line):
 class TrialLog:
     """A trial log on the disk: read row by row and, opened for writing, locked and appended to.
 
-    `header` is its first line, `shard` (I, N) which part of the plan it is; `sessions` describes the first session and each that resumed it, as read so far;
+    `header` is its first line, `numbers` the trial numbers of its plan; `sessions` describes the first session and each that resumed it, as read so far;
     `held` tells which trials were read or appended (case id -> a byte a trial), `count` how many; `end` is where the
     last whole line ends, `began` when the trial read last began (in seconds since 1970).
     """
@@ -128,7 +127,7 @@ class TrialLog:
         """Only the lines of `stretch` (see `stretches`) are read, by default all after the header. Raises RunError for a file that is no log, or that
         another process is writing."""
         self.path, self.file = path, None
-        self.regraded_from = None
+        self.regraded_from, self.where = None, "the log"
         self.case_ids = None    # where given, the cases of the plan: a trial of any other is refused
         self.held, self.count, self.incomplete = {}, 0, 0
         if os.path.exists(path) and not os.path.isfile(path):
@@ -141,7 +140,7 @@ class TrialLog:
             if fault := header_fault(self.header):
                 raise RunError(f"{path}: line 1: {fault}")
             self.lines = read_lines(path, *(stretch or (self.end, float("inf"), 2)))
-            self.shard = shard_numbers(self.header["shard"])
+            self.numbers = planned_numbers(self.header)
             self.sessions = [{key: self.header[key] for key in ("started_at", *DESCRIBING)}]
         except BaseException:
             self.close()
@@ -183,7 +182,7 @@ class TrialLog:
                 return session_fault(row)
         if fault := harness.row_fault(row, self.case_ids, self.header["trials"]):
             return fault
-        if not in_shard(row["trial"], self.shard):
+        if row["trial"] not in self.numbers:
             return f"trial {row['trial']} is not of the log's shard {self.header['shard']}"
         if "error" in row and harness.is_not_run(row):
             return "a log holds no trial that was not run"
@@ -192,7 +191,7 @@ class TrialLog:
         except (TypeError, ValueError, LookupError):
             return "`started_at` must be a time"
         if self.holds(row["case_id"], row["trial"]):
-            return f"case {row['case_id']}, trial {row['trial']} is in the log twice"
+            return f"case {row['case_id']}, trial {row['trial']} is in {self.where} twice"
         return None
 
     def holds(self, case_id, trial):
@@ -316,20 +315,37 @@ def planned_ids(header, case_set):
     return {case["id"] for case in harness.in_splits(case_set, header["splits"])}
 
 
+def planned_numbers(header):
+    """Return the trial numbers that a log's plan has: all, or those of its shard."""
+    first, step = shard_numbers(header["shard"])
+    return range(first - 1, header["trials"], step)
+
+
+def planned_trials(header, case_set):
+    """Return how many trials a log's plan has."""
+    return len(planned_ids(header, case_set)) * len(planned_numbers(header))
+
+
+def missing_trials(log, case_set, numbers):
+    """Yield the (case, trial) that a log lacks of these trial numbers, in trial-major order."""
+    cases = harness.in_splits(case_set, log.header["splits"])
+    return ((case, trial) for trial in numbers for case in cases if not log.holds(case["id"], trial))
+
+
 def read_shards(paths, case_set, regrade=False):
     """Return the logs at `paths`, to be read one after the other: a single one, or shards of one plan, of which each
     refuses a trial that one before it holds. Raises RunError as `read_log` does, and for logs of different plans."""
-    logs = sorted((read_log(path, case_set, regrade) for path in paths), key=lambda log: log.shard)
+    logs = sorted((read_log(path, case_set, regrade) for path in paths), key=lambda log: shard_numbers(log.header["shard"]))
     first = logs[0]
     for log in logs[1:]:
         if first.header["shard"] is None or log.header["shard"] is None:
             whole = first if first.header["shard"] is None else log
             raise RunError(f"{whole.path} is the log of a whole plan; only the logs of shards are put together")
         refuse_other_benchmark(log.path, log.header, first.header | {"shard": log.header["shard"]}, first.path)
-        if log.shard[1] != first.shard[1]:
+        if log.numbers.step != first.numbers.step:
             raise RunError(f"{log.path} is of shard {log.header['shard']} and {first.path} of {first.header['shard']}: "
                            "these are not shards of one plan")
-        log.held = first.held
+        log.held, log.where = first.held, "the logs"
     return logs
 
 
@@ -360,18 +376,19 @@ def to_recording(path, case_set, regrade=False, others=()):
 # --- the run ----------------------------------------------------------------------------------------------
 
 class Run:
-    """The trials still to run, shared by the workers: what is next, what ends the run, what was done."""
+    """The trials of one system still to run, shared by the workers: what is next, what ends the run, what was done."""
 
-    def __init__(self, system, log, todo, budget_s, patience_s, request_delay_s):
-        self.system, self.log, self.todo, self.patience_s = system, log, todo, patience_s
-        self.began_at = self.next_start = time.monotonic()
-        self.ends_at = self.began_at + budget_s if budget_s is not None else float("inf")
+    def __init__(self, system, log, planned, began_at, budget_s, patience_s, request_delay_s):
+        self.system, self.log, self.planned, self.patience_s = system, log, planned, patience_s
+        self.began_at = self.next_start = began_at
+        self.ends_at = began_at + budget_s if budget_s is not None else float("inf")
         self.request_delay_s = request_delay_s
+        self.todo = iter(())
+        self.logged, self.ran, self.incomplete = log.count, 0, log.incomplete
         self.lock = threading.Lock()
         self.stopping = threading.Event()
         self.fault = None
         self.stopped_by_budget = False
-        self.ran, self.incomplete = 0, log.incomplete
         self.failures = 0    # server failures in a row
 
     def work(self):
@@ -458,6 +475,18 @@ class Run:
                     self.failures = self.failures + 1 if error in SERVER_FAILURES else 0
 
 
+    def warm_up(self):
+        """Have the server load the system's model, waiting for it as for a trial."""
+        patiently(lambda: harness.ask(self.system, "warm_up"), (harness.Unavailable, harness.Busy), self.patience_s, self.pause)
+
+    def finish(self):
+        """End the run: what is in flight is dropped, and the log is put on the disk."""
+        self.stopping.set()
+        with self.lock:
+            if not self.log.closed:
+                self.log.finish()
+
+
 def patiently(ask, waited_for, patience_s, pause):
     """Return (what ask() returns, pauses made, seconds paused), asking again while it raises `waited_for`.
 
@@ -493,12 +522,13 @@ def is_incomplete(row, case):
     return "error" in row and row["error"]["types"][0] != case.get("expected_error")
 
 
-def progress(run, planned):
-    """Return a line on how far the run is: done of planned, rate, time left, incomplete so far."""
-    rate = run.ran / (time.monotonic() - run.began_at)
-    left = round((planned - run.log.count) / rate) if rate else 0
-    return f"{run.log.count} of {planned} trials, {rate:.2f} a second, " \
-           f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left, {run.incomplete} incomplete so far"
+def progress(runs):
+    """Return a line on how far the runs are: done of planned, rate, time left, incomplete so far."""
+    count, planned = sum(run.log.count for run in runs), sum(run.planned for run in runs)
+    rate = sum(run.ran for run in runs) / (time.monotonic() - runs[0].began_at)
+    left = round((planned - count) / rate) if rate else 0
+    return f"{count} of {planned} trials, {rate:.2f} a second, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left, " \
+           f"{sum(run.incomplete for run in runs)} incomplete so far"
 
 
 def rewrite_line(text):
@@ -507,29 +537,57 @@ def rewrite_line(text):
     print("\r" + text[:columns].ljust(columns), end="\r", file=sys.stderr, flush=True)
 
 
-def execute(run, workers, show=None):
-    """Run the workers to their end, calling `show` twice a second. Raises what stopped one, or Interrupted."""
+def turns(runs, case_set):
+    """Yield (run, its next trials to run). A single run has one turn. Several take turns: for each trial number each
+    runs all its cases, in an order of the runs that is shuffled anew, so that time of day, heat and load fall on all
+    alike."""
+    import random
+    if len(runs) == 1:
+        yield runs[0], missing_trials(runs[0].log, case_set, runs[0].log.numbers)
+        return
+    for trial in runs[0].log.numbers:
+        for run in random.Random(harness.SEED_BASE + trial).sample(runs, len(runs)):
+            yield run, missing_trials(run.log, case_set, [trial])
+
+
+def execute(runs, case_set, workers, warm_up, show):
+    """Give each run its turns, calling `show` twice a second, where there is one. With `warm_up`, each of several
+    systems loads its model at each turn. Raises what stopped a worker, or Interrupted."""
+    with contextlib.ExitStack() as stack:
+        for run in runs:
+            stack.callback(run.finish)
+        for run, todo in turns(runs, case_set):
+            run.todo = todo
+            if len(runs) > 1:
+                if (first := next(todo, None)) is None:
+                    continue
+                run.todo, run.next_start = itertools.chain([first], todo), max(one.next_start for one in runs)
+                if warm_up and not run.budget_spent():
+                    run.warm_up()
+            work_side_by_side(run, workers, show)
+            if run.fault:
+                raise run.fault
+            if run.stopped_by_budget:
+                break
+        for run in runs:
+            run.stopped_by_budget = run.log.count < run.planned    # the others too, whose turn did not come
+
+
+def work_side_by_side(run, workers, show):
+    """Have the workers do a turn of a run. Raises Interrupted, and RunError where they cannot be started."""
     threads = [threading.Thread(target=run.work, daemon=True) for _ in range(workers)]
-    try:
-        for thread in threads:
-            try:
-                thread.start()
-            except RuntimeError as error:
-                raise RunError(f"{workers} workers cannot be started ({error}); name fewer with --workers") from None
-        for thread in threads:
-            while thread.is_alive():
-                if signals:
-                    raise Interrupted(signals[0])
-                thread.join(0.5)    # with a limit, since Windows delivers no signal to a thread that just waits
-                if show:
-                    show()
-    finally:
-        run.stopping.set()
-        with run.lock:
-            if not run.log.closed:
-                run.log.finish()
-    if run.fault:
-        raise run.fault
+    for thread in threads:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise RunError(f"{workers} workers cannot be started ({error}); name fewer with --workers") from None
+    for thread in threads:
+        while thread.is_alive():
+            if signals:
+                raise Interrupted(signals[0])
+            thread.join(0.5)    # with a limit, since Windows delivers no signal to a thread that just waits
+            if show:
+                show()
 
 
 def stop_on_signals():
@@ -560,7 +618,7 @@ def new_header(system, case_set, task, args):
     return {"bench_version": BENCH_VERSION, "harness_version": harness.HARNESS_VERSION,
             "run_id": harness.new_run_id(), "started_at": harness.now(),
             "inputs_sha256": case_set["inputs_sha256"], "case_set_sha256": case_set["sha256"],
-            "system": harness.system_identity(system), "splits": ["development"], "trials": args.trials, "shard": None,
+            "system": harness.system_identity(system), **plan_of(args),
             "budget_s": args.budget_s, "workers": args.workers,
             "environment": {"python": platform.python_version(), "platform": platform.platform(),
                             "hardware": args.hardware},
@@ -568,18 +626,23 @@ def new_header(system, case_set, task, args):
             "task": {"name": task.name, "sha256": task.sha256}, "cases": case_set["file"]}
 
 
-def open_log(path, header, case_set, make_ready):
+def open_log(path, header, case_set, make_ready, old=None):
     """Return the log at `path`, begun or resumed, locked, with all its trials read and checked.
 
     make_ready(), which returns the server's name and version, is called before a new log is begun or an old one
-    is added to. Raises RunError for a log that this benchmark may not continue, which stays as it was.
+    is added to. A new log begins with the trials of the log `old`, where there is one. Raises RunError for a log that
+    this benchmark may not continue, which stays as it was.
     """
+    extended = old and extensible(old, path, header, case_set)
     if not os.path.exists(path):
-        header["server"] = make_ready()
-        harness.write(path, [harness.encode(header).decode() + "\n"], over=False)
+        if not extended:
+            header["server"] = make_ready()
+        harness.write(path, extension(extended, header) if extended else [harness.encode(header).decode() + "\n"], over=False)
     log = TrialLog(path, writable=True)
     try:
         refuse_other_benchmark(path, log.header, header)
+        if extended and log.header["run_id"] != extended.header["run_id"]:
+            raise RunError(f"{path} is there already, and does not begin with the trials of {old}; name another --log")
         log.case_ids = planned_ids(header, case_set)
         cases = {case["id"]: case for case in case_set["cases"]}
         log.incomplete = sum(is_incomplete(row, cases[row["case_id"]]) for row in log.rows())
@@ -592,9 +655,29 @@ def open_log(path, header, case_set, make_ready):
     return log
 
 
-def planned_trials(header, case_set):
-    """Return how many trials a log's plan has."""
-    return len(planned_ids(header, case_set)) * header["trials"]
+def extensible(old, path, header, case_set):
+    """Return the log `old`, to be read, where a run into `path` with more trials may begin with its trials. Raises
+    RunError."""
+    log = read_log(old, case_set)
+    if os.path.exists(path) and os.path.samefile(old, path):
+        raise RunError(f"--extend begins a new log and leaves {old} as it is; name another file with --log")
+    refuse_other_benchmark(old, log.header | {"trials": header["trials"]}, header, "this run")
+    if log.header["trials"] >= header["trials"]:
+        raise RunError(f"{old} has {log.header['trials']} trials of each case already; name more with --trials")
+    return log
+
+
+def extension(old, header):
+    """Yield the lines of the log that a run with the trials of `header` would have left where `old` stands: its own,
+    under a header with more trials."""
+    yield harness.encode(old.header | {"trials": header["trials"]}).decode() + "\n"
+    start = old.end
+    for _ in old.rows():    # each is checked
+        pass
+    with open(old.path, "rb") as file:
+        file.seek(start)
+        while file.tell() < old.end:
+            yield file.readline().decode("utf-8").rstrip("\n") + "\n"
 
 
 def make_ready(system, patience_s, warm_up):
@@ -620,12 +703,20 @@ def waited_for(ask, patience_s):
     return patiently(ask, harness.Busy, patience_s, lambda seconds: time.sleep(seconds) or True)[0]
 
 
-def default_log(system):
-    """Return where the log of a system lies unless told otherwise. Raises RunError where it has no name."""
+def default_log(system, folder=None, shard=None):
+    """Return where the log of a system (or of its shard I/N) lies unless told otherwise. Raises RunError where it has
+    no name."""
     name = getattr(system, "name", None)
     if not isinstance(name, str):
         raise RunError("the system has no `name`")
-    return str(harness.HERE / "runs" / (re.sub(r"[^a-z0-9.-]", "-", name) + ".jsonl"))
+    name = re.sub(r"[^a-z0-9.-]", "-", name) + (f".shard-{shard.replace('/', '-of-')}" if shard else "")
+    return os.path.join(folder or harness.HERE / "runs", name + ".jsonl")
+
+
+def logs_to_convert(args, log):
+    """Return the logs that --convert puts together: those named, else the default one, else those of its shards."""
+    return args.log or ([log] if os.path.exists(log) else sorted(glob.glob(
+        glob.escape(log.removesuffix(".jsonl")) + ".shard-*-of-*.jsonl"))) or [log]
 
 
 def add_regrade_option(parser):
@@ -634,34 +725,30 @@ def add_regrade_option(parser):
                         help="accept a log of the same inputs as the case set but of other answers or criteria")
 
 
-def convert(path, case_set, args):
-    """Write the log at `path` as a recording."""
+def convert(paths, case_set, args):
+    """Write a log, or the logs of shards, as a recording."""
     out = args.convert
-    harness.refuse_inputs([out], [path, args.cases])
-    recording = to_recording(path, case_set, args.regrade)
+    harness.refuse_inputs([out], [*paths, args.cases])
+    recording = to_recording(paths[0], case_set, args.regrade, paths[1:])
     harness.write(out, harness.json_chunks(recording, "results"))
     missing = sum(map(harness.is_not_run, recording["results"]))
     print(f"{out}: {len(recording['results'])} trials, {missing} of them not run"
+          + (f", from {len(paths)} logs of shards" if len(paths) > 1 else "")
           + (", to be graded with other answers than it was made with" if recording["regraded_from"] else ""))
     return 0
 
 
-def missing_trials(log, case_set):
-    """Yield the planned (case, trial) that a log lacks, in trial-major order."""
-    for case, trial in harness.plan(case_set, log.header["splits"], log.header["trials"]):
-        if not log.holds(case["id"], trial):
-            yield case, trial
-
-
-def dry_run(system, case_set, path, header):
+def dry_run(system, case_set, path, header, old=None):
     """Print what a run would do, and the first request's body where the system can tell it. Nothing is changed."""
-    planned, logged = planned_trials(header, case_set), 0
-    todo = harness.plan(case_set, header["splits"], header["trials"])
+    log = extensible(old, path, header, case_set) if old else None
     if os.path.exists(path):
         log = TrialLog(path)
         refuse_other_benchmark(path, log.header, header)
         log.case_ids = planned_ids(header, case_set)
-        logged, todo = sum(1 for _ in log.rows()), missing_trials(log, case_set)
+    planned, logged = planned_trials(header, case_set), sum(1 for _ in log.rows()) if log else 0
+    cases = harness.in_splits(case_set, header["splits"])
+    todo = ((case, trial) for trial in planned_numbers(header) for case in cases
+            if not (log and trial < log.header["trials"] and log.holds(case["id"], trial)))
     print(f"{harness.printable(system.name)}: planned {planned}, already logged {logged}, to run {planned - logged}; "
           f"log {path}")
     for case, trial in todo if hasattr(system, "request") else ():
@@ -673,57 +760,72 @@ def dry_run(system, case_set, path, header):
     return 0
 
 
-def run_benchmark(system, case_set, task, path, args):
-    """Run what the log lacks, print the counts line and return the exit status."""
-    planned = len(harness.in_splits(case_set, ["development"])) * args.trials
+def run_benchmark(systems, paths, case_set, task, args):
+    """Run what the logs lack, print the counts line of each system and return the exit status."""
+    logs = []
     try:
-        header = waited_for(lambda: new_header(system, case_set, task, args), args.patience_s)
-        log = open_log(path, header, case_set, lambda: make_ready(system, args.patience_s, args.warmup))
-    except harness.Unavailable:
-        if not finished_without_its_server(path, system, case_set, args.trials):
-            raise
-        print_counts(system, planned, planned, 0)
-        say_nothing_to_run(path)
-        return 0
-    except Interrupted:    # while the log was read or the model loaded
-        logged = sum(1 for _ in read_log(path, case_set).rows()) if os.path.exists(path) else 0
-        print_counts(system, planned, logged, 0)
-        say_how_to_resume(path)
+        for system, path in zip(systems, paths):
+            logs.append(ready_log(system, path, case_set, task, args))
+    except BaseException as fault:
+        for log in logs:
+            log.close()
+        if isinstance(fault, Interrupted):    # while a log was read or a model loaded
+            for system, path in zip(systems, paths):
+                log = read_log(path, case_set) if os.path.exists(path) else None
+                print_counts(system, planned_trials(plan_of(args), case_set), sum(1 for _ in log.rows()) if log else 0, 0)
+            say_how_to_resume(paths)
         raise
-    logged = log.count
-    run = Run(system, log, missing_trials(log, case_set), args.budget_s, args.patience_s, args.request_delay_s)
+    began_at, planned = time.monotonic(), planned_trials(plan_of(args), case_set)
+    runs = [Run(system, log, planned, began_at, args.budget_s, args.patience_s, args.request_delay_s)
+            for system, log in zip(systems, logs)]
+    incomplete = sum(run.incomplete for run in runs)
     shown = sys.stderr and sys.stderr.isatty() and not args.quiet
     try:
-        execute(run, args.workers, (lambda: rewrite_line(progress(run, planned))) if shown else None)
+        execute(runs, case_set, args.workers, args.warmup, (lambda: rewrite_line(progress(runs))) if shown else None)
     except Interrupted:
-        say_how_to_resume(path)
+        say_how_to_resume(paths)
         raise
     finally:
         if shown:
             rewrite_line("")
-        print_counts(system, planned, logged, run.ran, " (stopped by the time budget)" if run.stopped_by_budget else "")
-    if logged == planned:
-        say_nothing_to_run(path)
-    elif run.ran == run.incomplete - log.incomplete > 0:
+        for run in runs:
+            print_counts(run.system, planned, run.logged, run.ran,
+                         " (stopped by the time budget)" if run.stopped_by_budget else "")
+    for run in runs:
+        if run.logged == planned:
+            print(f"nothing to run: {run.log.path} holds every planned trial", file=sys.stderr)
+    if sum(run.ran for run in runs) == sum(run.incomplete for run in runs) - incomplete > 0:
         print("note: every trial of this run is incomplete; `report.py --failures` shows why, and a system that is "
               "corrected wants another --log", file=sys.stderr)
     return 0
 
 
-def finished_without_its_server(path, system, case_set, trials):
-    """True if the log holds every planned trial and is this system's in all that can be told without its server,
-    which some systems need to find out which model they are."""
+def plan_of(args):
+    """Return what a header says of the plan that the command line asks for."""
+    return {"splits": ["development"], "trials": args.trials, "shard": args.shard}
+
+
+def ready_log(system, path, case_set, task, args):
+    """Return the log of a system, ready to be added to; or just read, where it is finished and the server is away."""
+    try:
+        header = waited_for(lambda: new_header(system, case_set, task, args), args.patience_s)
+        return open_log(path, header, case_set, lambda: make_ready(system, args.patience_s, args.warmup), args.extend)
+    except harness.Unavailable:
+        if log := finished_without_its_server(path, system, case_set, plan_of(args)):
+            return log
+        raise
+
+
+def finished_without_its_server(path, system, case_set, plan):
+    """Return the log, read, if it holds every planned trial and is this system's in all that can be told without its
+    server, which some systems need to find out which model they are; else None."""
     if not os.path.exists(path):
-        return False
+        return None
     log = read_log(path, case_set)
     known = [key for key in harness.IDENTITY if key != "model"]
-    return log.header["trials"] == trials and all(log.header["system"][key] == getattr(system, key) for key in known) \
-        and sum(1 for _ in log.rows()) == planned_trials(log.header, case_set)
-
-
-def say_nothing_to_run(path):
-    """Tell that a log is finished."""
-    print(f"nothing to run: {path} holds every planned trial", file=sys.stderr)
+    same = all(log.header[key] == value for key, value in plan.items()) \
+        and all(log.header["system"][key] == getattr(system, key) for key in known)
+    return log if same and sum(1 for _ in log.rows()) == planned_trials(plan, case_set) else None
 
 
 def print_counts(system, planned, logged, ran, note=""):
@@ -732,9 +834,18 @@ def print_counts(system, planned, logged, ran, note=""):
           f"not run {planned - logged - ran}" + note, flush=True)
 
 
-def say_how_to_resume(path):
+def say_how_to_resume(paths):
     """Tell, after a signal, how to go on."""
-    print(f"interrupted; the same command resumes {path}", file=sys.stderr)
+    print(f"interrupted; the same command resumes {', '.join(map(str, paths))}", file=sys.stderr)
+
+
+def shard(text):
+    """An argparse type: a shard, I/N."""
+    try:
+        shard_numbers(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def json_object(text):
@@ -767,12 +878,17 @@ def main(argv=None):
     """Run, resume, convert or plan, and return the exit status."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description="Run every case many times, log each trial as it ends, resume.")
-    parser.add_argument("--system", default="model_triage:embedded", metavar="MODULE:ATTRIBUTE[=MODEL]",
-                        help="what answers the trials (default: %(default)s)")
+    parser.add_argument("--system", action="append", metavar="MODULE:ATTRIBUTE[=MODEL]",
+                        help=f"what answers the trials (default: {DEFAULT_SYSTEM}); several take turns")
     parser.add_argument("--trials", type=harness.number_from(1, int, harness.MAX_TRIALS), default=10, metavar="N",
                         help="trials of each case (default: %(default)s)")
-    parser.add_argument("--log", type=harness.file_name, metavar="F",
-                        help="the trial log (default: runs/NAME.jsonl beside the scripts)")
+    parser.add_argument("--log", type=harness.file_name, action="append", metavar="F",
+                        help="the trial log (default: runs/NAME.jsonl beside the scripts); with --convert, one of each shard")
+    parser.add_argument("--log-dir", metavar="DIR", help="where the logs go (default: runs/ beside the scripts)")
+    parser.add_argument("--shard", type=shard, metavar="I/N",
+                        help="run only the trial numbers t with t mod N = I - 1, into a log of its own")
+    parser.add_argument("--extend", type=harness.file_name, metavar="OLD",
+                        help="begin a new log with the trials of a log that has fewer --trials")
     parser.add_argument("--budget-s", type=harness.number_from(0, float, 1e8), metavar="S",
                         help="start no new trial after S seconds")
     parser.add_argument("--patience-s", type=harness.number_from(0, float, 1e8), default=120, metavar="S",
@@ -791,8 +907,17 @@ def main(argv=None):
     add_regrade_option(parser)
     add_model_options(parser)
     args = parser.parse_args(argv)
-    if args.regrade and not args.convert:
-        parser.error("--regrade goes with --convert: a run is never continued with another case set")
+    args.system = args.system or [DEFAULT_SYSTEM]
+    several = len(args.system) > 1
+    for wrong, why in ((args.regrade and not args.convert,
+                        "--regrade goes with --convert: a run is never continued with another case set"),
+                       (args.log and (args.log_dir or several), "several systems have a log each: name their --log-dir"
+                        if several else "--log and --log-dir do not go together"),
+                       (len(args.log or ()) > 1 and not args.convert, "a run has one --log"),
+                       (several and (args.convert or args.extend), "--convert and --extend go with one --system"),
+                       (args.convert and args.extend, "--convert makes a recording, and --extend a log")):
+        if wrong:
+            parser.error(why)
     let_signals_kill = stop_on_signals()
     try:
         return carry_out(args)
@@ -808,20 +933,26 @@ def carry_out(args):
     case_set = harness.load_cases(args.cases, task)
     if args.convert and args.log:
         return convert(args.log, case_set, args)
-    system = harness.load_system(
-        args.system, **{name: value for name in MODEL_OPTIONS if (value := getattr(args, name)) is not None})
-    path = args.log or default_log(system)
+    options = {name: value for name in MODEL_OPTIONS if (value := getattr(args, name)) is not None}
+    systems = [harness.load_system(spec, **options) for spec in args.system]
+    paths = args.log or [default_log(system, args.log_dir, args.shard) for system in systems]
+    if len(set(map(os.path.realpath, paths))) < len(paths):
+        raise RunError(f"two of the systems would share a log ({', '.join(paths)}); run them one after the other, "
+                       "each with a --log of its own")
     if args.convert:
-        return convert(path, case_set, args)
+        return convert(logs_to_convert(args, paths[0]), case_set, args)
     try:
         if args.dry_run:
-            return dry_run(system, case_set, path, new_header(system, case_set, task, args))
-        return run_benchmark(system, case_set, task, path, args)
-    except Interrupted:    # the system may be what hangs: it is not asked to close
-        system = None
+            for system, path in zip(systems, paths):
+                dry_run(system, case_set, path, new_header(system, case_set, task, args), args.extend)
+            return 0
+        return run_benchmark(systems, paths, case_set, task, args)
+    except Interrupted:    # a system may be what hangs: none is asked to close
+        systems = []
         raise
     finally:
-        harness.ask(system, "close")
+        for system in systems:
+            harness.ask(system, "close")
 
 
 if __name__ == "__main__":
