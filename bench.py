@@ -11,7 +11,6 @@ resumes it: no trial that it holds is run twice, and only the same benchmark con
 import argparse
 import contextlib
 import errno
-import glob
 import itertools
 import json
 import os
@@ -228,15 +227,16 @@ class TrialLog:
 
     def _write_at_end(self, line):
         try:
-            if self.file.seek(0, os.SEEK_END) != self.end:
-                if self.appended:
-                    self.close()
-                    raise RunError(f"{self.path} was changed by something else while the run wrote to it; "
-                                   "it was left as it is")
+            end = self.file.seek(0, os.SEEK_END)
+            if end != self.end and self.appended:
+                self.close()
+                raise RunError(f"{self.path} was changed by something else while the run wrote to it; "
+                               "it was left as it is")
+            if not self.appended:
                 self.file.truncate(self.end)    # what a killed run left of a line
-            self.file.seek(self.end - 1)
-            if self.file.read(1) != b"\n":    # a whole last line that lost its line break
-                line = b"\n" + line
+                self.file.seek(self.end - 1)
+                if self.file.read(1) != b"\n":    # a whole last line that lost its line break
+                    line = b"\n" + line
             rest = memoryview(line)
             while rest:
                 rest = rest[self.file.write(rest):]
@@ -710,11 +710,12 @@ def default_log(system, folder=None, shard=None):
     if not isinstance(name, str):
         raise RunError("the system has no `name`")
     name = re.sub(r"[^a-z0-9.-]", "-", name) + (f".shard-{shard.replace('/', '-of-')}" if shard else "")
-    return os.path.join(folder or harness.HERE / "runs", name + ".jsonl")
+    return os.path.join(folder or harness.RUNS, name + ".jsonl")
 
 
 def logs_to_convert(args, log):
     """Return the logs that --convert puts together: those named, else the default one, else those of its shards."""
+    import glob
     return args.log or ([log] if os.path.exists(log) else sorted(glob.glob(
         glob.escape(log.removesuffix(".jsonl")) + ".shard-*-of-*.jsonl"))) or [log]
 
@@ -876,8 +877,7 @@ def add_model_options(parser):
 
 def main(argv=None):
     """Run, resume, convert or plan, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description="Run every case many times, log each trial as it ends, resume.")
+    parser = harness.command_line("Run every case many times, log each trial as it ends, resume.")
     parser.add_argument("--system", action="append", metavar="MODULE:ATTRIBUTE[=MODEL]",
                         help=f"what answers the trials (default: {DEFAULT_SYSTEM}); several take turns")
     parser.add_argument("--trials", type=harness.number_from(1, int, harness.MAX_TRIALS), default=10, metavar="N",

@@ -8,9 +8,6 @@ It knows no task and no model. A task module offers CHECKS; a system has `respon
     python3 harness.py run --recording recording.json --out run.json      grade a recording
 """
 import argparse
-import copy
-import hashlib
-import importlib
 import json
 import math
 import os
@@ -19,11 +16,12 @@ import sys
 import time
 from array import array
 from collections import namedtuple
-from datetime import datetime, timezone
-from pathlib import Path
+
+# What is slow to import (hashlib, datetime, copy) is imported where it is needed, so that --help is quick.
 
 HARNESS_VERSION = "1"
-HERE = Path(__file__).resolve().parent
+HERE = os.path.dirname(os.path.realpath(__file__))
+RUNS = os.path.join(HERE, "runs")
 SPLITS = ("development", "held-out")
 VERDICTS = ("pass", "fail", "incomplete")
 IDENTITY = ("name", "version", "mode", "model", "prompt", "tools", "sampling")
@@ -84,6 +82,7 @@ _COMPACT, _CANONICAL = (json.JSONEncoder(ensure_ascii=False, allow_nan=False, ch
 
 def sha256_json(value):
     """Return the hex SHA-256 of the canonical JSON of `value`: sorted keys, no spaces, UTF-8."""
+    import hashlib
     return hashlib.sha256(encode(value, sort_keys=True)).hexdigest()
 
 
@@ -149,7 +148,8 @@ def parse_lines(lines):
 def read_json(path, error=RunError):
     """Return the value of a JSON file. Raises `error`, naming the file, where it cannot be read or is not JSON."""
     try:
-        return parse_json(Path(path).read_bytes().decode("utf-8-sig"), FILE_NESTING)
+        with open(path, "rb") as file:
+            return parse_json(file.read().decode("utf-8-sig"), FILE_NESTING)
     except OSError as fault:
         raise error(f"{path}: {fault.strerror}") from None
     except ValueError as fault:
@@ -172,7 +172,7 @@ def write(path, chunks, over=True):
             with open(path, "w", encoding="utf-8", newline="\n", errors="backslashreplace") as file:
                 file.writelines(chunks)
         else:
-            _write_beside(Path(os.path.realpath(path)), chunks, os.replace if over else _link)
+            _write_beside(os.path.realpath(path), chunks, os.replace if over else _link)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
 
@@ -184,24 +184,26 @@ def is_log(path):
 
 
 def _write_beside(path, chunks, put_in_place):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    folder, name = os.path.split(path)
+    os.makedirs(folder, exist_ok=True)
+    beside = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
     try:
         with open(beside, "w", encoding="utf-8", newline="\n", errors="backslashreplace") as file:
-            if path.exists():
-                os.chmod(beside, path.stat().st_mode)
+            if os.path.exists(path):
+                os.chmod(beside, os.stat(path).st_mode)
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
         put_in_place(beside, path)
     finally:
-        beside.unlink(missing_ok=True)
+        if os.path.exists(beside):
+            os.unlink(beside)
     if os.name == "posix":    # the name, too, survives a power cut
-        folder = os.open(path.parent, os.O_RDONLY)
+        opened = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(opened)
         finally:
-            os.close(folder)
+            os.close(opened)
 
 
 def _link(beside, path):
@@ -211,7 +213,7 @@ def _link(beside, path):
     except FileExistsError:
         pass
     except OSError:    # a file system without hard links
-        if not path.exists():
+        if not os.path.exists(path):
             os.replace(beside, path)
 
 
@@ -230,11 +232,13 @@ def json_chunks(document, rows_key):
 
 def now():
     """Return the time in UTC, ISO 8601, to the millisecond."""
+    from datetime import datetime, timezone
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def seconds(time_text):
     """Return a time in ISO 8601 in seconds since 1970. Raises ValueError for any other text."""
+    from datetime import datetime
     return datetime.fromisoformat(time_text).timestamp()
 
 
@@ -242,6 +246,7 @@ def seconds(time_text):
 
 def import_module(name):
     """Import a module from the current directory, then from beside this file. Raises RunError."""
+    import importlib
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
@@ -249,7 +254,7 @@ def import_module(name):
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
             raise RunError(f"module {name} needs {error.name}, which is not installed") from None
-        places = here if here == str(HERE) else f"{here} or {HERE}"
+        places = here if here == HERE else f"{here} or {HERE}"
         raise RunError(f"there is no module {name} in {places}") from None
     except (Exception, SystemExit) as error:
         raise RunError(f"module {name} cannot be imported: {type(error).__name__}: {error}") from None
@@ -267,7 +272,9 @@ def load_task(name):
             for pair in checks)):
         raise RunError(f"task {name} needs CHECKS, a tuple of (name, check) pairs")
     # Line ends made alike, so that a checkout with Windows line ends has the same digest.
-    source = Path(module.__file__).read_bytes().replace(b"\r\n", b"\n")
+    import hashlib
+    with open(module.__file__, "rb") as file:
+        source = file.read().replace(b"\r\n", b"\n")
     return Task(name, hashlib.sha256(source).hexdigest(), checks)
 
 
@@ -290,7 +297,7 @@ def load_cases(path, task):
             raise CaseError(f"{path}: case {number} ({named!r}): {fault}")
         seen.add(case["id"])
     visible = [[case["id"], case["input"], case["split"]] for case in data["cases"]]
-    return {**data, "file": Path(path).name, "sha256": sha256_json(data), "inputs_sha256": sha256_json(visible)}
+    return {**data, "file": os.path.basename(path), "sha256": sha256_json(data), "inputs_sha256": sha256_json(visible)}
 
 
 def case_fault(case, seen, checks):
@@ -424,7 +431,8 @@ def call(system, case, trial):
 
     Raises what `respond` raises, and RunError where it returns no Answer.
     """
-    own_case = copy.deepcopy(case)    # which it may change without changing the next trial's
+    import pickle    # three times as fast as copy.deepcopy
+    own_case = pickle.loads(pickle.dumps(case))    # a copy, which it may change without changing the next trial's
     started = time.perf_counter()
     answer = system.respond(own_case, trial)
     latency_s = time.perf_counter() - started
@@ -521,7 +529,8 @@ class TrialDigest:
     canonical JSON), laid in order of trial, then case id."""
 
     def __init__(self, trials):
-        self.trials = trials
+        from hashlib import sha256
+        self.trials, self.sha256 = trials, sha256
         self.places = {}    # case id -> the number that stands for it in `cases`
         self.cases, self.numbers, self.digests = array("i"), array("i"), bytearray()    # of each trial, as they came
 
@@ -529,7 +538,7 @@ class TrialDigest:
         """Add a trial: a dict of `case_id`, `trial` and what else counts."""
         self.cases.append(self.places.setdefault(value["case_id"], len(self.places)))
         self.numbers.append(value["trial"])
-        self.digests += hashlib.sha256(encode(value, sort_keys=True)).digest()
+        self.digests += self.sha256(encode(value, sort_keys=True)).digest()
 
     def merge(self, other):
         """Add the trials of another digest."""
@@ -540,7 +549,7 @@ class TrialDigest:
 
     def hexdigest(self):
         """Return the digest of all trials that were added."""
-        whole, width = hashlib.sha256(), len(self.places)
+        whole, width = self.sha256(), len(self.places)
         ranked = {case_id: rank for rank, case_id in enumerate(sorted(self.places))}
         ranks = [ranked[case_id] for case_id in self.places]
         in_order = array("i", [-1]) * (width * self.trials)
@@ -765,6 +774,13 @@ def run_command(main):
     return 1
 
 
+def command_line(description):
+    """Return a script's argument parser. Its help has a width of its own: argparse imports half the library to ask
+    the terminal."""
+    return argparse.ArgumentParser(allow_abbrev=False, description=description,
+                                   formatter_class=lambda prog: argparse.HelpFormatter(prog, width=100))
+
+
 def file_name(text):
     """An argparse type: a file's name, and no folder's. An empty one is likely a shell variable that was not set."""
     if not text or text.endswith(("/", os.sep)):
@@ -791,7 +807,7 @@ def add_benchmark_options(parser):
     """Add --task and --cases, which every script that grades takes."""
     parser.add_argument("--task", default="triage_task", metavar="MODULE",
                         help="the task module (default: %(default)s)")
-    parser.add_argument("--cases", type=file_name, default=str(HERE / "cases.json"), metavar="F",
+    parser.add_argument("--cases", type=file_name, default=os.path.join(HERE, "cases.json"), metavar="F",
                         help="the case set (default: cases.json beside the scripts)")
 
 
@@ -840,13 +856,12 @@ def record(system, case_set, splits, trials):
 
 def new_run_id():
     """Return a name for a run: its time and eight random hex digits."""
-    return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(4).hex()}"
+    return f"{now()[:19].replace('-', '').replace(':', '')}Z-{os.urandom(4).hex()}"
 
 
 def main(argv=None):
     """Check, record or grade, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description="Check a case set, record a quick system, grade a recording.")
+    parser = command_line("Check a case set, record a quick system, grade a recording.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="validate the case set and prove its checks")
     recorder = commands.add_parser("record", help="record a quick system, everything in memory")

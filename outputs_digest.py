@@ -6,7 +6,6 @@
 One line a log: the digest, the number of trials, the file. Two logs with equal digests hold the same outputs
 (or the same errors) for the same cases and trials.
 """
-import argparse
 import sys
 
 import bench
@@ -29,7 +28,7 @@ def outputs_digest(path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Print a digest of what the trials of each log returned.")
+    parser = harness.command_line("Print a digest of what the trials of each log returned.")
     parser.add_argument("logs", nargs="+", metavar="LOG")
     for path in parser.parse_args(argv).logs:
         digest, count = outputs_digest(path)

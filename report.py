@@ -10,7 +10,6 @@ A metric that the data cannot support is not printed: with any planned trial not
 """
 import argparse
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -21,7 +20,6 @@ import sys
 from array import array
 from collections import Counter
 from functools import lru_cache, partial
-from pathlib import Path
 
 import bench
 import harness
@@ -376,7 +374,7 @@ class Tally:
         if text not in self.keys:
             if len(self.keys) >= MOST_KEYS:
                 self.keys.clear()
-            self.keys[text] = int.from_bytes(hashlib.sha256(harness.encode(output, sort_keys=True)).digest()[:8], "big")
+            self.keys[text] = int(harness.sha256_json(output)[:16], 16)
         return self.keys[text]
 
     def merge(self, other):
@@ -747,7 +745,7 @@ def against_baseline(system, baseline, path):
         raise RunError(f"{path} is not a report of this version ({REPORT_VERSION})") from None
     rates = [sum(counts["pass"] for counts in one["per_case"].values()) / one["trials_per_case"] for one in (older, system)]
     met = "refused" not in compared and not (rates[1] < rates[0] and compared["on_these_cases"]["p"] < 0.05)
-    return {"rule": f"not significantly worse than in {Path(path).name}", "system": system["system"]["name"],
+    return {"rule": f"not significantly worse than in {os.path.basename(path)}", "system": system["system"]["name"],
             "source": system["source"], "value": compared.get("difference"),
             "p": compared.get("on_these_cases", {}).get("p"), "met": met,
             "method": compared.get("on_these_cases", {}).get("method"),
@@ -1208,24 +1206,25 @@ def plan_table(system):
 
 def logs_in_runs(case_set, regrade):
     """Return the logs directly in runs/; those of another case set are left out with a word."""
-    found = sorted((harness.HERE / "runs").glob("*.jsonl"))
+    found = sorted(os.path.join(harness.RUNS, name) for name in (os.listdir(harness.RUNS) if os.path.isdir(harness.RUNS) else ())
+                   if name.endswith(".jsonl"))
     if not found:
-        raise RunError(f"there is no trial log in {harness.HERE / 'runs'}; run `python3 bench.py` first, or name one")
+        raise RunError(f"there is no trial log in {harness.RUNS}; run `python3 bench.py` first, or name one")
     key = "inputs_sha256" if regrade else "case_set_sha256"
     kept = [path for path in found if bench.TrialLog(path).header[key] == case_set[key.removeprefix("case_set_")]]
     for path in sorted(set(found) - set(kept)):
-        print(harness.printable(f"left out: {path.name}, since it is of another case set than {case_set['file']}"))
+        print(harness.printable(f"left out: {os.path.basename(path)}, since it is of another case set than {case_set['file']}"))
     if not kept:
-        raise RunError(f"no trial log in {harness.HERE / 'runs'} is of case set {case_set['file']}")
+        raise RunError(f"no trial log in {harness.RUNS} is of case set {case_set['file']}")
     return kept
 
 
 def parser():
     """Return the command line's parser."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Report what trial logs and run records show.")
+    parser = harness.command_line("Report what trial logs and run records show.")
     parser.add_argument("inputs", nargs="*", type=harness.file_name, metavar="INPUT",
                         help="trial logs (.jsonl) and run records (.json); default: every log in runs/")
-    parser.add_argument("--out", type=harness.output_file, default=str(harness.HERE / "runs" / "report.json"),
+    parser.add_argument("--out", type=harness.output_file, default=os.path.join(harness.RUNS, "report.json"),
                         metavar="F", help="where the report goes (default: runs/report.json beside the scripts)")
     parser.add_argument("--markdown", type=harness.output_file, metavar="F", help="write it as Markdown, to paste")
     parser.add_argument("--html", type=harness.output_file, metavar="F", help="write it as a page, to look at")
@@ -1246,9 +1245,10 @@ def parser():
 def build(runs, case_set, args):
     """Return (the report, each system's latencies in ascending order) of the runs, a list of files each."""
     baseline = args.baseline and harness.read_json(args.baseline)
-    names, systems, latencies = Counter(Path(paths[0]).name for paths in runs), [], []
+    names, systems, latencies = Counter(os.path.basename(paths[0]) for paths in runs), [], []
     for paths in runs:
-        source = Path(paths[0]).name if names[Path(paths[0]).name] == 1 else str(paths[0])
+        name = os.path.basename(paths[0])
+        source = name if names[name] == 1 else paths[0]
         source += f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         system, ordered = summarize(source, *counted(paths, args), case_set, (args.price_in, args.price_out))
         systems.append({"case_set_sha256": case_set["sha256"]} | system)
