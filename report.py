@@ -20,6 +20,7 @@ import sys
 from array import array
 from collections import Counter
 from functools import lru_cache, partial
+from operator import mul
 
 import bench
 import harness
@@ -49,10 +50,10 @@ def pass_power_k(n, c):
     """Return, for k = 1 to n, the chance that all k trials drawn without replacement from n, of which c passed,
     pass: C(c, k) / C(n, k), the pass^k of Yao et al. 2024, "tau-bench". (By the ratio from one k to the next.)"""
     chances, chance = [], 1.0
-    for drawn in range(n):
-        chance *= max(c - drawn, 0) / (n - drawn)
+    for drawn in range(c):
+        chance *= (c - drawn) / (n - drawn)
         chances.append(chance)
-    return chances
+    return chances + [0.0] * (n - c)
 
 
 def pass_at_k(n, c):
@@ -128,8 +129,9 @@ def curve(n, passes):
     for name, metric in (("pass_at_k", pass_at_k), ("pass_power_k", pass_power_k)):
         counts, by_case = list(cases.values()), [metric(n, c) for c in cases]
         for k, column in enumerate(zip(*by_case), 1):
-            mean = math.fsum(count * value for count, value in zip(counts, column)) / m
-            variance = sum(count * (value - mean) ** 2 for count, value in zip(counts, column)) / max(m - 1, 1)
+            mean = math.fsum(map(mul, counts, column)) / m
+            away = [value - mean for value in column]
+            variance = sum(map(mul, counts, map(mul, away, away))) / max(m - 1, 1)
             values[str(k)][name] = mean
             intervals[str(k)][name] = mean_interval(mean, variance, m, n)
     return values, intervals
