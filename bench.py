@@ -4,6 +4,7 @@
     python3 bench.py                                        9 cases x 10 trials on the embedded system
     python3 bench.py --system model_triage:gemma --trials 30 --budget-s 3600
     python3 bench.py --convert recording.json               the log as a recording, at any point
+    python3 bench.py --trials 100 --shard 1/4               a quarter of a plan, to be put together by report.py
 
 The log is the original record (JSON Lines: a header, a line a trial, a line a resume). The same command again
 resumes it: no trial that it holds is run twice, and only the same benchmark continues it.

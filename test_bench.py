@@ -90,6 +90,21 @@ other = Quick(); other.sampling = {"temperature": 0.5}
 no_answer = Quick(); no_answer.output = None; no_answer.respond = lambda case, trial: {"category": "other"}
 rude = Quick(); rude.check_model = lambda: 1 / 0
 incomplete = object()
+
+class Journal(Quick):
+    """Writes down each call and each warm-up."""
+    def __init__(self, model):
+        self.name = model
+    def note(self, *words):
+        with open("journal.txt", "a") as file:
+            print(self.name, *words, file=file)
+    def output(self, case, trial):
+        self.note(trial, case["id"])
+        return {"category": ["billing", "delivery"][(len(self.name) + len(case["id"]) + trial) % 2], "needs_human": True}
+    def warm_up(self):
+        self.note("warm")
+
+journal = Journal
 def factory(model, temperature=1.0):
     made = Quick(); made.name, made.sampling = f"made-{model}", {"temperature": temperature}
     return made
@@ -2951,6 +2966,372 @@ class Recorded(BenchTest):
             self.assertEqual(out.split()[:2], [held["recordings"][0]["digest"], str(held["recordings"][0]["trials"])])
             self.assertEqual(len(held["recordings"]), 3)
             self.assertEqual(held["equal"], len({one["digest"] for one in held["recordings"]}) == 1)
+
+
+class Shards(BenchTest):
+    """A plan spread over logs is the plan, once they are put together."""
+    INSIDE = True
+
+    def shard(self, number, of=3, *args, trials=8, system="systems:journal=m", **kwargs):
+        """Run a shard into its default log; return the log's path."""
+        self.run_script("bench.py", "--system", system, "--log-dir", self.folder, "--trials", trials,
+                        "--shard", f"{number}/{of}", *args, **kwargs)
+        return self.folder / f"{system.rpartition('=')[2] if '=' in system else 'quick'}.shard-{number}-of-{of}.jsonl"
+
+    def read(self, path):
+        header, *lines = map(json.loads, path.read_text().splitlines())
+        return header, [line for line in lines if "case_id" in line]
+
+    def test_shard_runs_every_case_of_its_trial_numbers_into_a_log_of_its_own(self):
+        self.bench("--trials", 8, system="systems:journal=m")
+        whole, _ = self.read(self.log)
+        for number, trials in ((1, [0, 3, 6]), (2, [1, 4, 7]), (3, [2, 5])):
+            header, rows = self.read(self.shard(number))
+            self.assertEqual([(row["trial"], row["case_id"]) for row in rows],
+                             [(trial, case_id) for trial in trials for case_id in DEVELOPMENT])
+            self.assertEqual(header["shard"], f"{number}/3")
+            self.assertEqual({key: header[key] for key in bench.COMPARED} | {"shard": None},
+                             {key: whole[key] for key in bench.COMPARED})
+
+    def test_shards_together_report_what_the_whole_plan_does(self):
+        self.bench("--trials", 8, system="systems:journal=m")
+        shards = [self.shard(number) for number in (3, 1, 2)]
+        one, other = self.report(self.log, *shards)[0]["systems"]
+        self.assertEqual(other["source"], "m.shard-3-of-3.jsonl and 2 more")
+        self.assertEqual(len(other["sessions"]), 3)
+        for key in ("system", "trials_per_case", "cases", "verdicts", "not_run", "failures_by_check", "outcomes", "flaky_cases",
+                    "never_passed", "curve", "curve_interval_95", "one_trial", "named_in_replies"):
+            self.assertEqual(one[key], other[key], key)
+        self.assertEqual([counts["marks"] for counts in one["per_case"].values()],
+                         [counts["marks"] for counts in other["per_case"].values()])
+
+    def test_recording_of_shards_has_the_digest_that_the_report_of_their_logs_has(self):
+        shards = [self.shard(number) for number in (2, 1, 3)]
+        out, _ = self.run_script("bench.py", "--system", "systems:journal=m", "--log-dir", self.folder, "--convert", self.folder / "r.json")
+        self.assertIn("72 trials, 0 of them not run, from 3 logs of shards", out)
+        self.run_script("bench.py", "--convert", self.folder / "r2.json", *(word for path in shards for word in ("--log", path)))
+        self.assertEqual((self.folder / "r.json").read_bytes(), (self.folder / "r2.json").read_bytes())
+        self.run_script("harness.py", "run", "--recording", self.folder / "r.json", "--out", self.folder / "run.json")
+        one, other = self.report(*shards, self.folder / "run.json")[0]["systems"]
+        self.assertEqual(one | {"source": ""}, other | {"source": ""})
+        headers = [self.read(path)[0] for path in sorted(shards)]
+        self.assertEqual([(session["shard"], session["run_id"]) for session in one["sessions"]],
+                         [(header["shard"], header["run_id"]) for header in headers])
+
+    def test_what_is_in_no_shard_was_not_run(self):
+        system, = self.report(self.shard(1), self.shard(3))[0]["systems"]
+        self.assertEqual((system["not_run"], system["curve"], system["wall_s"]), (27, None, None))
+        self.assertEqual(system["per_case"]["late-order"]["marks"][1::3], "...")
+        self.assertIn("(27 of them not run)", self.report(self.folder / "m.shard-1-of-3.jsonl", self.folder / "m.shard-3-of-3.jsonl",
+                                                        "--failures")[1] + self.report(*self.folder.glob("m.shard-[13]*"))[1])
+
+    def test_trial_in_two_logs_is_refused(self):
+        one, two = self.shard(1), self.shard(2)
+        copy = self.folder / "copy.jsonl"
+        shutil.copy(two, copy)
+        for inputs in ([one, two, copy], [one, one]):
+            for script, args in (("report.py", [*inputs, "--out", self.folder / "r.json"]),
+                                 ("bench.py", [*(word for path in inputs for word in ("--log", path)), "--convert", self.folder / "r.json"])):
+                self.assertRegex(self.refused(script, *args), r"line 2: case charged-twice, trial [01] is in the logs twice")
+        self.assertFalse((self.folder / "r.json").exists())
+
+    def test_shards_of_different_plans_are_refused(self):
+        one = self.shard(1, trials=8, system="systems:quick")
+        for other, said in ((self.shard(2, trials=9, system="systems:quick"), "trials (9 there, 8 in"),
+                            (self.shard(2, 4, system="systems:quick"), "not shards of one plan"),
+                            (self.shard(3, 3, system="systems:other"), "sampling")):
+            self.assertIn(said, self.refused("report.py", one, other, "--out", self.folder / "r.json"))
+            self.assertIn(said, self.refused("bench.py", "--log", one, "--log", other, "--convert", self.folder / "r.json"))
+
+    def test_logs_without_a_shard_are_never_put_together(self):
+        self.bench("--trials", 2)
+        shutil.copy(self.log, self.folder / "copy.jsonl")
+        systems = self.report(self.log, self.folder / "copy.jsonl", self.shard(1, 2, system="systems:quick", trials=2))[0]["systems"]
+        self.assertEqual([system["not_run"] for system in systems], [0, 0, 9])
+        self.assertIn("is the log of a whole plan", self.refused(
+            "bench.py", "--log", self.log, "--log", self.folder / "quick.shard-1-of-2.jsonl", "--convert", self.folder / "r.json"))
+
+    def test_shards_of_two_systems_are_two_systems(self):
+        paths = [self.shard(number, 2, system=f"systems:journal={name}") for name in ("a", "b") for number in (1, 2)]
+        written, _ = self.report(*paths)
+        self.assertEqual([(system["system"]["name"], system["not_run"]) for system in written["systems"]], [("a", 0), ("b", 0)])
+        self.assertEqual(len(written["comparisons"]), 1)
+
+    def test_shard_is_resumed_and_another_shard_of_the_plan_does_not_continue_it(self):
+        path = self.shard(1, 3, "--budget-s", 0)
+        self.assertEqual(self.shard(1), path)
+        self.assertEqual(len(self.read(path)[1]), 27)
+        before = path.read_bytes()
+        for shard in (["--shard", "2/3"], []):
+            said = self.refused("bench.py", "--system", "systems:journal=m", "--log", path, "--trials", 8, *shard)
+            self.assertIn('shard ("1/3" there, ', said)
+        self.assertEqual(path.read_bytes(), before)
+
+    def test_row_or_header_that_is_not_of_the_shard_is_refused(self):
+        path = self.shard(1)
+        text = path.read_text()
+        path.write_text(text.replace('"trial":3,', '"trial":4,', 1))
+        self.assertRegex(self.refused("report.py", path), r"line 11: trial 4 is not of the log's shard 1/3")
+        for shard in ("0/3", "4/3", "1", "1/3 ", ""):
+            path.write_text(text.replace('"shard":"1/3"', f'"shard":"{shard}"', 1))
+            self.assertIn("line 1: the header's `shard` is", self.refused("report.py", path))
+
+    def test_shard_that_is_none_is_refused_by_the_command_line(self):
+        for shard in ("0/2", "3/2", "1", "a/b", "", "1/0", "01/2", "1/2/3", "-1/2"):
+            self.assertIn("is not I/N with I from 1 to N", self.run_script("bench.py", f"--shard={shard}", status=2)[1])
+
+    def test_more_shards_than_trials(self):
+        for number in (1, 2, 3):
+            self.shard(number, trials=2)
+        system, = self.report(*self.folder.glob("m.shard-*"))[0]["systems"]
+        self.assertEqual(system["not_run"], 0)
+
+    def test_report_without_inputs_puts_the_shards_in_runs_together(self):
+        folder = self.project()
+        for number in (1, 2):
+            self.run_script(str(folder / "bench.py"), "--trials", 3, "--shard", f"{number}/2")
+        out, _ = self.run_script(str(folder / "report.py"))
+        self.assertIn("from embedded-triage.shard-1-of-2.jsonl and 1 more\n", out)
+        self.assertNotIn("not run)\n", out.partition("case ")[0])
+
+    def test_failures_of_shards_are_printed_with_each_trial_once(self):
+        out = self.report(self.shard(1), self.shard(2), "--case", "late-order")[1]
+        self.assertEqual(re.findall(r"late-order, trial (\d)", out), ["0", "3", "6", "1", "4", "7", "2", "5"])
+
+
+class MoreTrialsLater(BenchTest):
+    INSIDE = True
+
+    def setUp(self):
+        super().setUp()
+        self.old = self.folder / "old.jsonl"
+        self.run_script("bench.py", "--system", "systems:journal=m", "--log", self.old, "--trials", 3)
+
+    def extend(self, *args, trials=5, **kwargs):
+        return self.bench("--trials", trials, "--extend", self.old, *args, system="systems:journal=m", **kwargs)
+
+    def digest(self, path):
+        return self.run_script("outputs_digest.py", path)[0].split()[:2]
+
+    def test_extended_log_is_what_a_run_of_the_larger_number_would_have_left(self):
+        before = self.old.read_bytes()
+        self.assertEqual(self.extend()[0], "m: planned 45, already logged 27, ran 18, not run 0\n")
+        self.assertEqual(self.old.read_bytes(), before)
+        header, *lines = self.log.read_bytes().splitlines(keepends=True)
+        self.assertEqual(lines[:27], before.splitlines(keepends=True)[1:])
+        self.assertEqual(json.loads(header), json.loads(before.splitlines()[0]) | {"trials": 5})
+        self.assertIn("resumed_at", json.loads(lines[27]))
+        self.assertEqual([row["metadata"]["session"] for row in self.rows()], [0] * 27 + [1] * 18)
+        whole = self.folder / "whole.jsonl"
+        self.run_script("bench.py", "--system", "systems:journal=m", "--log", whole, "--trials", 5)
+        self.assertEqual(self.digest(self.log), self.digest(whole))
+        self.assertEqual(self.report()[0]["systems"][0]["not_run"], 0)
+
+    def test_same_command_resumes_it(self):
+        self.extend("--budget-s", 0)
+        self.assertEqual(self.extend()[0], "m: planned 45, already logged 27, ran 18, not run 0\n")
+        self.assertEqual(self.extend()[0], "m: planned 45, already logged 45, ran 0, not run 0\n")
+
+    def test_stopped_or_cut_log_is_extended_by_what_it_holds(self):
+        whole = self.old.read_bytes()
+        lines = whole.splitlines(keepends=True)
+        for content, held in ((whole + b'{"case_id":"ch', 27), (whole.removesuffix(b"\n"), 27), (b"".join(lines[:11]), 10)):
+            self.old.write_bytes(content)
+            self.log.unlink(missing_ok=True)
+            self.assertIn(f"already logged {held}, ran {45 - held}, not run 0", self.extend()[0])
+            self.assertEqual(len(self.rows()), 45)
+
+    def test_dry_run_counts_what_would_be_copied(self):
+        out, _ = self.extend("--dry-run")
+        self.assertIn("planned 45, already logged 27, to run 18", out)
+        self.assertFalse(self.log.exists())
+
+    def test_shard_is_extended(self):
+        for trials, more in ((3, []), (6, ["--extend", self.folder / "few.jsonl"])):
+            self.run_script("bench.py", "--system", "systems:journal=m", "--shard", "2/2", "--trials", trials,
+                            "--log", self.folder / ("many.jsonl" if more else "few.jsonl"), *more)
+        header, *lines = map(json.loads, (self.folder / "many.jsonl").read_text().splitlines())
+        self.assertEqual([line["trial"] for line in lines if "trial" in line], [1] * 9 + [3] * 9 + [5] * 9)
+        self.assertEqual((header["trials"], header["shard"]), (6, "2/2"))
+
+    def test_refused_and_nothing_begun(self):
+        cases = self.cases_file(case())
+        for changed, said in (({"--trials": 3}, "has 3 trials of each case already; name more with --trials"),
+                              ({"--trials": 2}, "has 3 trials of each case already"),
+                              ({"--system": "systems:quick"}, "system.name"),
+                              ({"--shard": "1/2"}, 'shard (null there, "1/2" in this run)'),
+                              ({"--cases": cases}, "was made from another case set"),
+                              ({"--log": self.old}, "--extend begins a new log"),
+                              ({"--extend": self.folder / "none.jsonl"}, "none.jsonl: No such file")):
+            with self.subTest(changed):
+                options = {"--system": "systems:journal=m", "--trials": 5, "--log": self.log, "--extend": self.old} | changed
+                self.assertIn(said, self.refused("bench.py", *itertools.chain(*options.items())))
+        self.assertFalse(self.log.exists())
+
+    def test_log_that_is_there_and_does_not_begin_with_its_trials_is_left_alone(self):
+        self.bench("--trials", 5, "--budget-s", 0, system="systems:journal=m")
+        before = self.log.read_bytes()
+        self.assertIn("does not begin with the trials of", self.refused(
+            "bench.py", "--system", "systems:journal=m", "--log", self.log, "--trials", 5, "--extend", self.old))
+        self.assertEqual(self.log.read_bytes(), before)
+
+    def test_line_of_the_old_log_that_is_wrong_is_named(self):
+        self.old.write_text(self.old.read_text().replace('"trial":1,', '"trial":7,', 1))
+        self.assertIn("old.jsonl: line 11: trial 7 is not in the plan of 3", self.refused(
+            "bench.py", "--system", "systems:journal=m", "--log", self.log, "--trials", 9, "--extend", self.old))
+        self.assertFalse(self.log.exists())
+
+
+class SeveralSystems(BenchTest):
+    INSIDE = True
+    THREE = [word for name in "abc" for word in ("--system", f"systems:journal={name}")]
+
+    def take_turns(self, *args, systems=THREE, trials=6, **kwargs):
+        return self.run_script("bench.py", *systems, "--log-dir", self.folder / "logs", "--trials", trials, *args, **kwargs)
+
+    def turns(self):
+        """Return the (name, trial) of each turn in the journal, which is emptied: a turn runs every model's case."""
+        lines = [line.split() for line in (self.folder / "journal.txt").read_text().splitlines() if "warm" not in line]
+        (self.folder / "journal.txt").unlink()
+        turns = [(key, [case_id for *_, case_id in lines]) for key, lines in itertools.groupby(lines, lambda line: tuple(line[:2]))]
+        for key, case_ids in turns:
+            self.assertEqual(case_ids, [case_id for case_id in DEVELOPMENT if case_id not in ("blank-message", "missing-body")], key)
+        return [(name, int(trial)) for (name, trial), _ in turns]
+
+    def test_each_system_runs_all_cases_of_a_trial_number_in_an_order_shuffled_for_each(self):
+        out, _ = self.take_turns()
+        self.assertEqual(out, "".join(f"{name}: planned 54, already logged 0, ran 54, not run 0\n" for name in "abc"))
+        turns = self.turns()
+        self.assertEqual([trial for _, trial in turns], [trial for trial in range(6) for _ in "abc"])
+        orders = ["".join(name for name, _ in turns[start:start + 3]) for start in range(0, 18, 3)]
+        self.assertEqual({"".join(sorted(order)) for order in orders}, {"abc"})
+        self.assertGreater(len(set(orders)), 2)
+        shutil.rmtree(self.folder / "logs")
+        self.take_turns()
+        self.assertEqual(self.turns(), turns)    # the generator is seeded
+
+    def test_each_log_could_have_come_from_a_run_of_its_own(self):
+        self.take_turns()
+        for name in "abc":
+            own, taken = self.folder / f"own-{name}.jsonl", self.folder / "logs" / f"{name}.jsonl"
+            self.run_script("bench.py", "--system", f"systems:journal={name}", "--log", own, "--trials", 6)
+            logs = [[json.loads(line) for line in path.read_text().splitlines()] for path in (own, taken)]
+            self.assertEqual(*({key: log[0][key] for key in bench.COMPARED} for log in logs))
+            self.assertEqual(*([(row["case_id"], row["trial"], row.get("output")) for row in log[1:]] for log in logs))
+            out, _ = self.run_script("bench.py", "--system", f"systems:journal={name}", "--log", taken, "--trials", 6)
+            self.assertIn("already logged 54, ran 0", out)
+
+    def test_turns_go_on_where_they_were_stopped(self):
+        self.take_turns()
+        whole = self.turns()
+        for name, lines in (("a", 40), ("b", 31), ("c", 40)):
+            path = self.folder / "logs" / f"{name}.jsonl"
+            path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
+        out, _ = self.take_turns()
+        self.assertIn("b: planned 54, already logged 30, ran 24, not run 0\n", out)
+        rest = [line.split()[:2] for line in (self.folder / "journal.txt").read_text().splitlines() if "warm" not in line]
+        seen = [(name, int(trial)) for (name, trial), _ in itertools.groupby(rest)]
+        self.assertEqual(seen, [turn for turn in whole if turn in seen])
+        for name in "abc":
+            self.assertEqual(bench.read_log(self.folder / "logs" / f"{name}.jsonl", harness.load_cases(
+                HERE / "cases.json", harness.load_task("triage_task"))).header["trials"], 6)
+
+    def test_model_is_loaded_at_each_turn_unless_told_otherwise(self):
+        for option, loads in ([], 1 + 2), (["--no-warmup"], 0):
+            shutil.rmtree(self.folder / "logs", ignore_errors=True)
+            (self.folder / "journal.txt").write_text("")
+            self.take_turns(*option, trials=2)
+            self.assertEqual((self.folder / "journal.txt").read_text().count("a warm\n"), loads)
+
+    def test_budget_stops_all_of_them(self):
+        out, _ = self.take_turns("--budget-s", 0)
+        self.assertEqual(out, "".join(f"{name}: planned 54, already logged 0, ran 0, not run 54 (stopped by the time budget)\n"
+                                      for name in "abc"))
+
+    def test_fault_of_one_ends_the_run_and_the_same_command_goes_on(self):
+        (self.folder / "script.txt").write_text("ok away")
+        two = ["--system", "systems:scripted", "--system", "systems:journal=b"]
+        out, err = self.take_turns("--patience-s", 0, systems=two, status=1)
+        self.assertIn("error: the server is away", err)
+        self.assertEqual(len(out.splitlines()), 2)
+        (self.folder / "script.txt").write_text("ok")
+        out, _ = self.take_turns(systems=two)
+        self.assertRegex(out, r"\Aquick: planned 54, already logged 1, ran 53, not run 0\nb: planned 54, .*, not run 0\n\Z")
+
+    def test_interrupted_while_they_take_turns(self):
+        process = self.start("bench.py", "--system", "systems:slow", "--system", "systems:journal=b", "--log-dir", "logs",
+                             "--trials", 50, env={"SLOW_S": "0.02"})
+        log = self.folder / "logs" / "quick.jsonl"
+        while not (log.exists() and log.read_bytes().count(b"\n") > 12):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        self.assertEqual(process.returncode, 130, err)
+        self.assertRegex(out, r"\Aquick: planned 450, already logged 0, ran \d+, not run \d+\nb: planned 450, .*\n\Z")
+        self.assertEqual(err.count("the same command resumes"), 1)
+
+    def test_what_cannot_go_together_is_refused_before_anything_is_begun(self):
+        for args, said in ((["--log", "x.jsonl"], "name their --log-dir"), (["--extend", "x.jsonl"], "go with one --system"),
+                           (["--convert", "x.json"], "go with one --system")):
+            self.assertIn(said, self.run_script("bench.py", *self.THREE, *args, status=2)[1])
+        self.assertIn("would share a log", self.refused("bench.py", "--system", "systems:quick", "--system", "systems:other",
+                                                        "--log-dir", "logs"))
+        self.assertIn("do not go together", self.run_script("bench.py", "--log", "a", "--log-dir", "b", status=2)[1])
+        self.assertIn("a run has one --log", self.run_script("bench.py", "--log", "a", "--log", "b", status=2)[1])
+        self.assertFalse((self.folder / "logs").exists())
+
+
+class Stretches(BenchTest):
+    """report.py counts a large log a stretch at a time, over several processes."""
+
+    def in_stretches(self, *args, before="", status=0):
+        """Run report.py with stretches of some twenty lines, in two processes; return (report, stdout, stderr)."""
+        code = f"import os, sys, bench, harness, report\nbench.STRETCH = 4000\nos.sched_getaffinity = lambda pid: {{0, 1}}\n" \
+               f"{before}\nsys.exit(harness.run_command(report.main))"
+        done = subprocess.run([*PYTHON, "-c", code, *map(str, args), "--out", str(self.folder / "s.json")], cwd=self.folder,
+                              env=ENVIRONMENT | {"PYTHONPATH": str(HERE)}, capture_output=True, encoding="utf-8", timeout=60)
+        self.assertEqual(done.returncode, status, done.stderr)
+        self.assertNotIn("Traceback", done.stderr)
+        return json.loads((self.folder / "s.json").read_text()) if not status else None, done.stdout, done.stderr
+
+    def test_stretches_side_by_side_report_what_one_pass_does(self):
+        self.bench("--trials", 30, "--budget-s", 0.05, system="systems:slow")    # two sessions, and one trial missing
+        self.bench("--trials", 30, system="systems:slow", env={"SLOW_S": "0"})
+        lines = self.log.read_bytes().splitlines(keepends=True)
+        self.log.write_bytes(b"".join(lines[:-1]) + lines[-1][:30])
+        in_one = self.report(self.log)[0]
+        self.assertEqual(in_one["systems"][0]["not_run"], 1)
+        self.assertEqual(len(in_one["systems"][0]["sessions"]), 2)
+        self.assertEqual(self.in_stretches(self.log)[0], in_one)
+        no_pool = "from concurrent import futures\ndef none(*a, **k): raise OSError\nfutures.ProcessPoolExecutor = none"
+        self.assertEqual(self.in_stretches(self.log, before=no_pool)[0], in_one)
+
+    def test_trial_in_two_stretches_and_a_torn_line_within_are_named_by_their_line(self):
+        self.bench("--trials", 30)
+        lines = self.log.read_bytes().splitlines(keepends=True)
+        self.log.write_bytes(b"".join([*lines, lines[1]]))
+        self.assertIn(f"line {len(lines) + 1}: case charged-twice, trial 0 is in the log twice", self.in_stretches(self.log, status=1)[2])
+        self.log.write_bytes(b"".join([*lines[:200], b"{\n", *lines[200:]]))
+        self.assertIn("line 201 is not JSON", self.in_stretches(self.log, status=1)[2])
+
+    def test_process_that_is_killed_while_it_counts_is_said(self):
+        (self.folder / "deadly.py").write_text(
+            "import multiprocessing, os\n"
+            "def check(case, output):\n    if multiprocessing.parent_process(): os._exit(9)\nCHECKS = (('deadly', check),)\n")
+        self.bench("--trials", 30)
+        self.assertIn("error: a process that counted trials was ended", self.in_stretches(
+            self.log, "--task", "deadly", "--regrade", status=1)[2])
+
+    def test_stretches_are_whole_lines_and_cover_the_log(self):
+        self.bench("--trials", 30)
+        real, bench.STRETCH = bench.STRETCH, 1000
+        try:
+            parts = list(bench.stretches(self.log))
+        finally:
+            bench.STRETCH = real
+        lines = [line for part in parts for line in bench.read_lines(self.log, *part)]
+        self.assertGreater(len(parts), 10)
+        self.assertEqual(lines, list(bench.read_lines(self.log))[1:])
 
 
 class Readme(BenchTest):
