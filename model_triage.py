@@ -279,6 +279,7 @@ class Server:
         deadline = time.monotonic() + timeout_s
         request = self._request(method, path, body)
         connection, data = self._connection(deadline), bytearray()
+        response = http.client.HTTPResponse(_TimedRaw(connection.sock, deadline), method=method)
         try:
             connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
             unsent = None
@@ -288,7 +289,6 @@ class Server:
                 raise
             except OSError as error:    # it may have answered before it had read everything
                 unsent = error
-            response = http.client.HTTPResponse(_TimedRaw(connection.sock, deadline), method=method)
             try:
                 response.begin()
             except (OSError, http.client.HTTPException):
@@ -301,7 +301,6 @@ class Server:
                 raise MalformedReply(f"the answer of {self.endpoint} is larger than {MAX_BODY} bytes")
             if response.length:
                 raise ConnectionCut(f"the connection to {self.endpoint} was lost in the middle of the answer")
-            response.close()
             value = self._judge(response.status, response.headers, data)
         except BaseException as error:
             connection.close()
@@ -309,6 +308,8 @@ class Server:
             if isinstance(named, ReplyError) and named.text is None and data:
                 named.text = self.shown(data)
             raise named from None
+        finally:
+            response.close()
         if response.will_close:
             connection.close()
         else:
