@@ -155,21 +155,6 @@ class _TimedRaw(io.RawIOBase):
         return io.BufferedReader(self)
 
 
-class _SecureConnection(http.client.HTTPConnection):
-    """A connection that speaks TLS, whose handshake is part of the call's time, through a proxy too."""
-    default_port = http.client.HTTPS_PORT
-
-    def __init__(self, server_hostname, deadline, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.server_hostname, self.deadline = server_hostname, deadline
-
-    def connect(self):
-        import ssl
-        super().connect()
-        self.sock.settimeout(max(0.001, self.deadline - time.monotonic()))
-        self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.server_hostname)
-
-
 class Server:
     """A model's server: JSON over HTTP, on connections that are kept open, bounded in time and size."""
 
@@ -232,17 +217,19 @@ class Server:
         try:
             addresses = len(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
             limit = max(0.001, deadline - time.monotonic()) / addresses
-            connection = _SecureConnection(self.host, deadline, host, port, timeout=limit) if self.secure \
-                else http.client.HTTPConnection(host, port, timeout=limit)
+            connection = http.client.HTTPConnection(host, port, timeout=limit)
             connection.response_class = lambda sock, **how: http.client.HTTPResponse(_TimedRaw(sock, deadline), **how)
             if self.proxy and self.secure:
                 connection.set_tunnel(self.host, self.port, self._proxy_headers())
             connection.connect()
+            if self.secure:    # the handshake is part of the call's time, through a proxy too
+                import ssl
+                connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
+                connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=self.host)
         except (OSError, ValueError, http.client.HTTPException) as error:    # ValueError: no name that can be looked up
             if connection is not None:
                 connection.close()
             raise Unavailable(f"{self.endpoint} cannot be reached: {_reason(error)}; {self.start_hint}") from None
-        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
     def close(self):
