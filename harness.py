@@ -752,6 +752,12 @@ def printable(text):
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def some(values, most=10):
+    """Return the first of some values as text, and how many more there are."""
+    texts = list(map(str, values))
+    return (", ".join(texts[:most]) or "none") + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
 def run_command(main):
     """Run a script's main() and return its exit status. Known trouble becomes one line `error: ...` and a 1."""
     for stream in filter(None, (sys.stdout, sys.stderr)):    # None where it was closed

@@ -370,12 +370,6 @@ def _netloc(host, port):
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _some(names):
-    """Return the first of some names as text, and how many more there are."""
-    names = list(map(str, names))
-    return (", ".join(names[:12]) or "none") + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-
-
 def _is_loopback(host):
     """True for a name or address of this machine itself, however it is written."""
     import ipaddress
@@ -604,7 +598,7 @@ class OllamaSystem(ChatSystem):
             raise RunError(f"{self.endpoint} does not answer /api/tags as Ollama does") from None
         tag = self.asked_model if ":" in self.asked_model.rpartition("/")[2] else f"{self.asked_model}:latest"
         if tag not in installed:
-            raise RunError(f"{tag} is not installed at {self.endpoint} (it has {_some(installed)}); "
+            raise RunError(f"{tag} is not installed at {self.endpoint} (it has {harness.some(installed, 12)}); "
                            f"run `ollama pull {tag}`")
         return installed[tag]
 
@@ -673,7 +667,7 @@ class OpenAISystem(ChatSystem):
         except (TypeError, LookupError):
             return
         if self.model not in served:
-            raise RunError(f"{self.endpoint} does not serve {self.model}; it serves {_some(served)}")
+            raise RunError(f"{self.endpoint} does not serve {self.model}; it serves {harness.some(served, 12)}")
 
     def body(self, messages, seed):
         """Return the body of a chat completion request."""

@@ -540,11 +540,6 @@ def sane(value, *kinds):
     return type(value) in kinds and 0 <= value < 1e12
 
 
-def some(values):
-    """Return the first of some texts, and how many more there are."""
-    return ", ".join(values[:10]) + (f" and {len(values) - 10} more" if len(values) > 10 else "")
-
-
 def notes(manifest, replies, mixed, per_case, latency_s):
     """Return what a reader must know before trusting the numbers, a sentence each."""
     found = []
@@ -556,11 +551,11 @@ def notes(manifest, replies, mixed, per_case, latency_s):
         names = sorted({session["task"]["name"] for session in manifest["sessions"]})
         found.append(f"the task has changed since this log was made (with {', '.join(names)}); it is graded by "
                      f"{manifest['task']['name']} as it is now")
-    found += [f"this log mixes {key}: {some(values)}; its trials may not be alike"
+    found += [f"this log mixes {key}: {harness.some(values)}; its trials may not be alike"
               for key, values in mixed.items()]
     asked = re.sub("@[0-9a-f]{12}$", "", manifest["system"]["model"])    # without the digest that Ollama's models have
     if others := [model for model in replies["models"] if model != asked]:
-        found.append(f"replies name the model {some(others)}, where {asked} was asked for")
+        found.append(f"replies name the model {harness.some(others)}, where {asked} was asked for")
     ran_twice = [counts for counts in per_case.values() if counts["outputs"] > 1]
     temperature = manifest["system"]["sampling"].get("temperature")
     if isinstance(temperature, (int, float)) and temperature > 0 and ran_twice \
