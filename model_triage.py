@@ -614,14 +614,14 @@ class OllamaSystem(ChatSystem):
             pass
 
     def body(self, messages, seed):
-        """Return the body of a chat request."""
+        """Return the body of a chat request. (`_merged` takes out a key without a value.)"""
         sampling = self.sampling
         options = {"temperature": sampling["temperature"], "num_predict": sampling["max_tokens"], "seed": seed}
         if sampling["top_p"] is not None:
             options["top_p"] = sampling["top_p"]
-        form = {"schema": {"format": SCHEMA}, "json": {"format": "json"}, "none": {}}[sampling["format"]]
+        form = {"schema": SCHEMA, "json": "json", "none": None}[sampling["format"]]
         return {"model": self.asked_model, "messages": messages, "stream": False, "think": sampling["think"],
-                "truncate": False, **form, "options": options}
+                "truncate": False, "format": form, "options": options}
 
     def loading(self):
         """Return the body of the request that only loads the model, with the options that it will be used with."""
@@ -670,14 +670,12 @@ class OpenAISystem(ChatSystem):
             raise RunError(f"{self.endpoint} does not serve {self.model}; it serves {harness.some(served, 12)}")
 
     def body(self, messages, seed):
-        """Return the body of a chat completion request."""
+        """Return the body of a chat completion request. (`_merged` takes out a key without a value.)"""
         sampling = self.sampling
         schema = {"type": "json_schema", "json_schema": {"name": "triage", "strict": True, "schema": SCHEMA}}
-        form = {"schema": {"response_format": schema}, "json": {"response_format": {"type": "json_object"}},
-                "none": {}}[sampling["format"]]
-        top_p = {} if sampling["top_p"] is None else {"top_p": sampling["top_p"]}
-        return {"model": self.model, "messages": messages, "temperature": sampling["temperature"], **top_p,
-                "max_tokens": sampling["max_tokens"], "seed": seed, **form}
+        form = {"schema": schema, "json": {"type": "json_object"}, "none": None}[sampling["format"]]
+        return {"model": self.model, "messages": messages, "temperature": sampling["temperature"],
+                "top_p": sampling["top_p"], "max_tokens": sampling["max_tokens"], "seed": seed, "response_format": form}
 
     def loading(self):
         """Return the body of a request for one token: with the rest of a trial's, so that what the server
