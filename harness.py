@@ -8,6 +8,7 @@ It knows no task and no model. A task module offers CHECKS; a system has `respon
     python3 harness.py run --recording recording.json --out run.json      grade a recording
 """
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -334,6 +335,17 @@ def case_fault(case, seen, checks):
     return None if verdict == "pass" else f"its own expected answer fails the check {check}: {reason}"
 
 
+@contextlib.contextmanager
+def blamed(what):
+    """Raise RunError, which begins with `what`, in place of any exception that is no Unavailable, Busy or RunError."""
+    try:
+        yield
+    except (RunError, Unavailable, Busy):
+        raise
+    except (Exception, SystemExit) as error:
+        raise RunError(f"{what} {type(error).__name__}: {error}") from None
+
+
 def load_system(spec, **options):
     """Return the system that `module:attribute` or `module:attribute=MODEL` names.
 
@@ -349,13 +361,8 @@ def load_system(spec, **options):
         raise RunError(f"module {module_name} ({module.__file__}) has no {attribute}")
     system = getattr(module, attribute)
     if is_factory:
-        try:
+        with blamed(f"system {spec} cannot be made with these options:"):
             system = system(model, **options)
-        except (RunError, Unavailable, Busy):
-            raise
-        except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
-            raise RunError(f"system {spec} cannot be made with these options: {fault}") from None
     elif hasattr(system, "respond"):
         for name, value in options.items():
             if name not in getattr(system, "settable", ()):
@@ -369,14 +376,11 @@ def load_system(spec, **options):
 
 def system_identity(system):
     """Return the dict of what makes a system that system (IDENTITY). Raises RunError where it is incomplete."""
-    try:
-        identity = {key: getattr(system, key) for key in IDENTITY}    # which may look the model up on its server
-    except AttributeError as error:
-        raise RunError(f"the system is incomplete: {error}") from None
-    except (RunError, Unavailable, Busy):
-        raise
-    except Exception as error:
-        raise RunError(f"the system cannot be identified: {type(error).__name__}: {error}") from None
+    with blamed("the system cannot be identified:"):
+        try:
+            identity = {key: getattr(system, key) for key in IDENTITY}    # which may look the model up on its server
+        except AttributeError as error:
+            raise RunError(f"the system is incomplete: {error}") from None
     if fault := identity_fault(identity):
         raise RunError(f"the system's {fault}")
     try:
@@ -447,12 +451,8 @@ def ask(system, method, *args):
 
     Raises RunError in place of any exception that is no Unavailable, Busy or RunError.
     """
-    try:
+    with blamed(f"{method} of system {getattr(system, 'name', 'without a name')} raised"):
         return getattr(system, method)(*args) if hasattr(system, method) else None
-    except (RunError, Unavailable, Busy):
-        raise
-    except (Exception, SystemExit) as error:
-        raise RunError(f"{method} of system {system.name} raised {type(error).__name__}: {error}") from None
 
 
 def error_types(error):
