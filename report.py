@@ -800,12 +800,18 @@ def curve_lines(system):
                 yield f"{end:8}" + " ".join(f"{interval[place]:.4f}".rjust(6) for interval in intervals)
 
 
+def outcome_rows(system):
+    """Return (name, outcomes as text) of all cases, of each class, and of the critical cases."""
+    outcomes = system["outcomes"]
+    groups = {"all cases": outcomes["all"]} | {f"class {name}": counts for name, counts in outcomes["by_class"].items()}
+    groups |= {"critical cases": outcomes["critical"]} if outcomes["critical"] else {}
+    return [(name, words(counts)) for name, counts in groups.items()]
+
+
 def outcome_lines(system):
-    """Yield the lines of outcomes: over all cases, by class, and over the critical cases."""
-    yield "outcomes: " + words(system["outcomes"]["all"])
-    yield from (f"  class {name}: {words(counts)}" for name, counts in system["outcomes"]["by_class"].items())
-    if system["outcomes"]["critical"]:
-        yield "  critical cases: " + words(system["outcomes"]["critical"])
+    """Return the lines of outcomes."""
+    (_, overall), *groups = outcome_rows(system)
+    return [f"outcomes: {overall}", *(f"  {name}: {counts}" for name, counts in groups)]
 
 
 def figures(system):
@@ -1085,7 +1091,7 @@ def page(report, cells, latencies, failures):
         yield "".join(f"<p{' class=note' * line.startswith('note: ')}>{h(line)}</p>\n" for line in headline(system))
         yield curves_svg(system) + cases_table(system) + latency_svg(latencies[place]) + "<h3>Figures</h3>\n"
         yield items(figures(system)) + (table("", CURVE_HEAD, curve_rows(system)) if system["curve"] else "")
-        yield outcomes_table(system) + plan_table(system) + "</section>\n"
+        yield table("Outcomes", (), [map(h, row) for row in outcome_rows(system)]) + plan_table(system) + "</section>\n"
     for title, lines in sections(report):
         yield f"<section><h2>{title}</h2>\n{items(lines)}</section>\n"
     for system, results in failures:
@@ -1173,14 +1179,6 @@ def latency_svg(ordered):
     return "<h3>Latency of each answer</h3>\n<svg role=img aria-label=latencies viewBox=\"0 0 580 44\" width=580>" \
            f"<line class=guide x1=10 x2=510 y1=24 y2=24 />{ticks}<text x=10 y=40>0</text>" \
            f"<text x=510 y=40 text-anchor=end>{longest:.3g} s</text></svg>\n"
-
-
-def outcomes_table(system):
-    """Return the outcomes over all cases, by class and over the critical ones."""
-    outcomes = system["outcomes"]
-    groups = [("all cases", outcomes["all"]), *((f"class {name}", counts) for name, counts in outcomes["by_class"].items())]
-    groups += [("critical cases", outcomes["critical"])] if outcomes["critical"] else []
-    return table("Outcomes", (), [(h(name), h(words(counts))) for name, counts in groups])
 
 
 def plan_table(system):
