@@ -1755,6 +1755,7 @@ class OllamaServers(ServerTest):
 
 
 class OpenAIServers(ServerTest):
+    INSIDE = True
 
     def test_run_over_an_openai_compatible_server(self):
         server = self.serve_openai(lambda request: chat())
