@@ -9,7 +9,6 @@
 A metric that the data cannot support is not printed: with any planned trial not run there is no curve.
 """
 import argparse
-import contextlib
 import itertools
 import json
 import math
@@ -19,7 +18,7 @@ import signal
 import sys
 from array import array
 from collections import Counter
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import mul
 
 import bench
@@ -243,16 +242,14 @@ def from_logs(paths, args):
     header, digest, spans = logs[0].header, harness.TrialDigest(logs[0].header["trials"]), {}
     tally = Tally([case["id"] for case in harness.in_splits(case_set, header["splits"])], header["trials"])
     parts = [(log, stretch) for log in logs for stretch in bench.stretches(log.path)]
-    count = partial(count_stretch, cases_path=args.cases, task_name=args.task, regrade=args.regrade)
-    with side_by_side(len(parts)) as map_:
-        counted = map_(count, [log.path for log, _ in parts], [stretch for _, stretch in parts])
-        for (log, _), (part, part_digest, sessions, part_spans) in zip(parts, counted):
-            tally.merge(part)
-            digest.merge(part_digest)
-            for place, span in part_spans.items():
-                number = len(log.sessions) - 1 + place
-                spans[log, number] = wider(spans.get((log, number), span), *span)
-            log.sessions += sessions[1:]
+    counted = side_by_side(count_stretch, [(log.path, stretch, args.cases, args.task, args.regrade) for log, stretch in parts])
+    for (log, _), (part, part_digest, sessions, part_spans) in zip(parts, counted):
+        tally.merge(part)
+        digest.merge(part_digest)
+        for place, span in part_spans.items():
+            number = len(log.sessions) - 1 + place
+            spans[log, number] = wider(spans.get((log, number), span), *span)
+        log.sessions += sessions[1:]
     try:
         all_missing = tally.missing()
     except RunError:
@@ -294,26 +291,52 @@ def wider(span, began, ended):
     return min(span[0], began), max(span[1], ended)
 
 
-@contextlib.contextmanager
-def side_by_side(tasks):
-    """Yield a `map` that spreads its calls over processes, one a core; Python's own where there is one call or core."""
+def side_by_side(function, tasks):
+    """Yield function(*task) of each task, in order, from as many processes as there are cores. (Not from the library's
+    pools: of these one waits for ever for a process that was killed, the other leaves its own behind when it is.)"""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes, pool = min(tasks, cores, MOST_PROCESSES), None
-    if processes > 1:
-        from concurrent import futures
-        try:    # Ctrl-C ends them without a word
-            pool = futures.ProcessPoolExecutor(processes, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
-        except (ImportError, NotImplementedError, OSError):    # a platform without semaphores
-            pass
-    if pool is None:
-        yield map
+    count = min(len(tasks), cores, MOST_PROCESSES)
+    if count < 2:
+        yield from itertools.starmap(function, tasks)
         return
+    import multiprocessing
+    workers, pipes = [], []
     try:
-        yield pool.map
-    except futures.BrokenExecutor:
+        for first in range(count):
+            pipe, far_end = multiprocessing.Pipe(duplex=False)
+            pipes.append(pipe)
+            workers.append(multiprocessing.Process(
+                target=send_each, args=(far_end, pipes, function, tasks[first::count]), daemon=True))
+            workers[-1].start()
+            far_end.close()    # so that the process alone holds it, and its death is an end of file here
+        for place in range(len(tasks)):
+            result = pipes[place % count].recv()
+            if isinstance(result, RunError):
+                raise result
+            yield result
+    except EOFError:
         raise RunError("a process that counted trials was ended by the system (out of memory?); try again") from None
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for worker, pipe in zip(workers, pipes):
+            worker.terminate()
+            worker.join()
+            pipe.close()
+
+
+def send_each(pipe, inherited, function, tasks):
+    """What a process of `side_by_side` does: send what the function returns or the RunError that it raises."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C, which reaches it too, ends it without a word
+    for other in inherited:    # the report alone reads: when it has ended, sending fails
+        other.close()
+    for task in tasks:
+        try:
+            result = function(*task)
+        except RunError as error:
+            result = error
+        try:
+            pipe.send(result)
+        except OSError:    # the report has ended
+            return
 
 
 def from_run_record(path, case_set):
