@@ -305,9 +305,10 @@ def side_by_side(function, tasks):
         for first in range(count):
             pipe, far_end = multiprocessing.Pipe(duplex=False)
             pipes.append(pipe)
-            workers.append(multiprocessing.Process(
-                target=send_each, args=(far_end, pipes, function, tasks[first::count]), daemon=True))
-            workers[-1].start()
+            worker = multiprocessing.Process(
+                target=send_each, args=(far_end, pipes, function, tasks[first::count]), daemon=True)
+            worker.start()
+            workers.append(worker)
             far_end.close()    # so that the process alone holds it, and its death is an end of file here
         for place in range(len(tasks)):
             result = pipes[place % count].recv()
@@ -316,10 +317,13 @@ def side_by_side(function, tasks):
             yield result
     except EOFError:
         raise RunError("a process that counted trials was ended by the system (out of memory?); try again") from None
+    except OSError as error:
+        raise RunError(f"the log cannot be counted in {count} processes: {error.strerror}") from None
     finally:
-        for worker, pipe in zip(workers, pipes):
+        for worker in workers:
             worker.terminate()
             worker.join()
+        for pipe in pipes:
             pipe.close()
 
 

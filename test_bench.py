@@ -39,7 +39,7 @@ ENVIRONMENT = {key: value for key, value in os.environ.items()
                if not key.lower().endswith("_proxy") and key not in ("OLLAMA_HOST", "BENCH_API_KEY")}
 if sys.flags.dev_mode:    # the scripts are then watched as the tests are
     ENVIRONMENT |= {"PYTHONDEVMODE": "1", "PYTHONWARNINGS": "error"}
-HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
+HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
 PYTHON = [sys.executable, "-S"]    # the scripts need no site module, and starting it is a third of a short run
 
 SYSTEMS = '''
