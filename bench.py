@@ -128,6 +128,7 @@ class TrialLog:
         another process is writing."""
         self.path, self.file = path, None
         self.regraded_from, self.where = None, "the log"
+        self.next_session = None    # the line of a resume, to be appended once all logs of the run are ready
         self.case_ids = None    # where given, the cases of the plan: a trial of any other is refused
         self.held, self.count, self.incomplete = {}, 0, 0
         if os.path.exists(path) and not os.path.isfile(path):
@@ -630,8 +631,8 @@ def new_header(system, case_set, task, args):
 def open_log(path, header, case_set, make_ready, old=None):
     """Return the log at `path`, begun or resumed, locked, with all its trials read and checked.
 
-    make_ready(), which returns the server's name and version, is called before a new log is begun or an old one
-    is added to. A new log begins with the trials of the log `old`, where there is one. Raises RunError for a log that
+    make_ready(), which returns the server's name and version, is called before a new log is begun or an old one is
+    to be added to; the line of the resume is then the log's `next_session`. A new log begins with the trials of the log `old`, where there is one. Raises RunError for a log that
     this benchmark may not continue, which stays as it was.
     """
     extended = old and extensible(old, path, header, case_set)
@@ -649,7 +650,7 @@ def open_log(path, header, case_set, make_ready, old=None):
         log.incomplete = sum(is_incomplete(row, cases[row["case_id"]]) for row in log.rows())
         if log.header["run_id"] != header["run_id"] and log.count < planned_trials(header, case_set):
             header["server"] = make_ready()
-            log.append({"resumed_at": harness.now()} | {key: header[key] for key in DESCRIBING})
+            log.next_session = {"resumed_at": harness.now()} | {key: header[key] for key in DESCRIBING}
     except BaseException:
         log.close()
         raise
@@ -768,6 +769,9 @@ def run_benchmark(systems, paths, case_set, task, args):
     try:
         for system, path in zip(systems, paths):
             logs.append(ready_log(system, path, case_set, task, args))
+        for log in logs:
+            if log.next_session:
+                log.append(log.next_session)
     except BaseException as fault:
         for log in logs:
             log.close()

@@ -3259,6 +3259,12 @@ class SeveralSystems(BenchTest):
         out, _ = self.take_turns(systems=two)
         self.assertRegex(out, r"\Aquick: planned 54, already logged 1, ran 53, not run 0\nb: planned 54, .*, not run 0\n\Z")
 
+    def test_system_that_is_not_ready_leaves_the_logs_of_the_others_as_they_were(self):
+        self.take_turns("--budget-s", 0, trials=2)
+        before = {path: path.read_bytes() for path in (self.folder / "logs").iterdir()}
+        self.refused("bench.py", *self.THREE, "--system", "systems:rude", "--log-dir", self.folder / "logs", "--trials", 2)
+        self.assertEqual({path: path.read_bytes() for path in (self.folder / "logs").iterdir()}, before)
+
     def test_interrupted_while_they_take_turns(self):
         process = self.start("bench.py", "--system", "systems:slow", "--system", "systems:journal=b", "--log-dir", "logs",
                              "--trials", 50, env={"SLOW_S": "0.02"})
