@@ -242,7 +242,9 @@ def from_logs(paths, args):
     header, digest, spans = logs[0].header, harness.TrialDigest(logs[0].header["trials"]), {}
     tally = Tally([case["id"] for case in harness.in_splits(case_set, header["splits"])], header["trials"])
     parts = [(log, stretch) for log in logs for stretch in bench.stretches(log.path)]
-    counted = side_by_side(count_stretch, [(log.path, stretch, args.cases, args.task, args.regrade) for log, stretch in parts])
+    large = sum(os.path.getsize(log.path) for log in logs) > bench.STRETCH    # a process takes a while to start
+    counted = side_by_side(count_stretch, [(log.path, stretch, args.cases, args.task, args.regrade)
+                                           for log, stretch in parts], MOST_PROCESSES if large else 1)
     for (log, _), (part, part_digest, sessions, part_spans) in zip(parts, counted):
         tally.merge(part)
         digest.merge(part_digest)
@@ -291,11 +293,12 @@ def wider(span, began, ended):
     return min(span[0], began), max(span[1], ended)
 
 
-def side_by_side(function, tasks):
-    """Yield function(*task) of each task, in order, from as many processes as there are cores. (Not from the library's
-    pools: of these one waits for ever for a process that was killed, the other leaves its own behind when it is.)"""
+def side_by_side(function, tasks, most):
+    """Yield function(*task) of each task, in order, from as many processes as there are cores, or `most`. (Not from the
+    library's pools: of these one waits for ever for a process that was killed, the other leaves its own behind when it
+    is.)"""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(len(tasks), cores, MOST_PROCESSES)
+    count = min(len(tasks), cores, most)
     if count < 2:
         yield from itertools.starmap(function, tasks)
         return
@@ -415,14 +418,15 @@ class Tally:
         self.usage.merge(other.usage)
 
     def missing(self):
-        """Return (case id, trial) of each planned trial that was not counted. Raises RunError where one was twice."""
+        """Return an iterator over (case id, trial) of the planned trials that were not counted. Raises RunError where one
+        was counted twice."""
         counted = [bytearray(self.trials) for _ in self.case_ids]
         for place, trial in zip(self.cases, self.numbers):
             if counted[place][trial]:
                 raise RunError(f"case {self.case_ids[place]}, trial {trial} is logged twice; the logs were left as they are")
             counted[place][trial] = 1
-        return [(case_id, trial) for case_id, of_case in zip(self.case_ids, counted)
-                for trial, is_counted in enumerate(of_case) if not is_counted]
+        return ((case_id, trial) for case_id, of_case in zip(self.case_ids, counted)
+                for trial, is_counted in enumerate(of_case) if not is_counted)
 
     def causes(self, verdict):
         """Return what the trials of one verdict ended by, most often first."""
