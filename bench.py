@@ -118,14 +118,15 @@ def session_fault(line):
 class TrialLog:
     """A trial log on the disk: read row by row and, opened for writing, locked and appended to.
 
-    `header` is its first line, `numbers` the trial numbers of its plan; `sessions` describes the first session and each that resumed it, as read so far;
-    `held` tells which trials were read or appended (case id -> a byte a trial), `count` how many; `end` is where the
-    last whole line ends, `began` when the trial read last began (in seconds since 1970).
+    `header` is its first line, `numbers` the trial numbers of its plan; `sessions` describes the first session and
+    each that resumed it, as read so far; `held` tells which trials were read or appended (case id -> a byte a trial),
+    `count` how many; `end` is where the last whole line ends, `began` when the trial read last began (in seconds since
+    1970).
     """
 
     def __init__(self, path, writable=False, stretch=None):
-        """Only the lines of `stretch` (see `stretches`) are read, by default all after the header. Raises RunError for a file that is no log, or that
-        another process is writing."""
+        """Only the lines of `stretch` (see `stretches`) are read, by default all after the header. Raises RunError for
+        a file that is no log, or that another process is writing."""
         self.path, self.file = path, None
         self.regraded_from, self.where = None, "the log"
         self.next_session = None    # the line of a resume, to be appended once all logs of the run are ready
@@ -298,7 +299,8 @@ def refuse_other_benchmark(path, logged, now, other=None):
     found = [line for key in COMPARED
              for line in differences(key, logged.get(key), now[key], "there", f"in {other}" if other else "here")]
     if found:
-        raise RunError(f"{path} is a log of another benchmark: {'; '.join(found)}" + ("" if other else "; name another --log") + (
+        advice = "" if other else "; name another --log"
+        raise RunError(f"{path} is a log of another benchmark: {'; '.join(found)}{advice}" + (
             " (what it holds can be graded with today's answers: report.py --regrade)"
             if found == ["case_set_sha256"] and not other else ""))
 
@@ -337,7 +339,8 @@ def missing_trials(log, case_set, numbers):
 def read_shards(paths, case_set, regrade=False):
     """Return the logs at `paths`, to be read one after the other: a single one, or shards of one plan, of which each
     refuses a trial that one before it holds. Raises RunError as `read_log` does, and for logs of different plans."""
-    logs = sorted((read_log(path, case_set, regrade) for path in paths), key=lambda log: shard_numbers(log.header["shard"]))
+    logs = [read_log(path, case_set, regrade) for path in paths]
+    logs.sort(key=lambda log: shard_numbers(log.header["shard"]))
     first = logs[0]
     for log in logs[1:]:
         if first.header["shard"] is None or log.header["shard"] is None:
@@ -479,7 +482,8 @@ class Run:
 
     def warm_up(self):
         """Have the server load the system's model, waiting for it as for a trial."""
-        patiently(lambda: harness.ask(self.system, "warm_up"), (harness.Unavailable, harness.Busy), self.patience_s, self.pause)
+        away = (harness.Unavailable, harness.Busy)
+        patiently(lambda: harness.ask(self.system, "warm_up"), away, self.patience_s, self.pause)
 
     def finish(self):
         """End the run: what is in flight is dropped, and the log is put on the disk."""
@@ -632,14 +636,16 @@ def open_log(path, header, case_set, make_ready, old=None):
     """Return the log at `path`, begun or resumed, locked, with all its trials read and checked.
 
     make_ready(), which returns the server's name and version, is called before a new log is begun or an old one is
-    to be added to; the line of the resume is then the log's `next_session`. A new log begins with the trials of the log `old`, where there is one. Raises RunError for a log that
-    this benchmark may not continue, which stays as it was.
+    to be added to; the line of the resume is then the log's `next_session`. A new log begins with the trials of the
+    log `old`, where there is one. Raises RunError for a log that this benchmark may not continue, which stays as it
+    was.
     """
     extended = old and extensible(old, path, header, case_set)
     if not os.path.exists(path):
         if not extended:
             header["server"] = make_ready()
-        harness.write(path, extension(extended, header) if extended else [harness.encode(header).decode() + "\n"], over=False)
+        beginning = extension(extended, header) if extended else [harness.encode(header).decode() + "\n"]
+        harness.write(path, beginning, over=False)
     log = TrialLog(path, writable=True)
     try:
         refuse_other_benchmark(path, log.header, header)
@@ -888,7 +894,8 @@ def main(argv=None):
     parser.add_argument("--trials", type=harness.number_from(1, int, harness.MAX_TRIALS), default=10, metavar="N",
                         help="trials of each case (default: %(default)s)")
     parser.add_argument("--log", type=harness.file_name, action="append", metavar="F",
-                        help="the trial log (default: runs/NAME.jsonl beside the scripts); with --convert, one of each shard")
+                        help="the trial log (default: runs/NAME.jsonl beside the scripts); with --convert, one of "
+                             "each shard")
     parser.add_argument("--log-dir", metavar="DIR", help="where the logs go (default: runs/ beside the scripts)")
     parser.add_argument("--shard", type=shard, metavar="I/N",
                         help="run only the trial numbers t with t mod N = I - 1, into a log of its own")
