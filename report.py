@@ -243,7 +243,7 @@ def from_logs(paths, args):
     tally = Tally([case["id"] for case in harness.in_splits(case_set, header["splits"])], header["trials"])
     parts = [(log, stretch) for log in logs for stretch in bench.stretches(log.path)]
     large = sum(os.path.getsize(log.path) for log in logs) > bench.STRETCH    # a process takes a while to start
-    counted = side_by_side(count_stretch, [(log.path, stretch, args.cases, args.task, args.regrade)
+    counted = side_by_side(count_stretch, [(log.path, log.header, stretch, args.cases, args.task, args.regrade)
                                            for log, stretch in parts], MOST_PROCESSES if large else 1)
     for (log, _), (part, part_digest, sessions, part_spans) in zip(parts, counted):
         tally.merge(part)
@@ -271,12 +271,14 @@ def from_logs(paths, args):
     return manifest | {"wall_s": wall_s}, tally
 
 
-def count_stretch(path, stretch, cases_path, task_name, regrade):
-    """Return (Tally, TrialDigest, sessions, spans) of a stretch of a log, graded row by row on the way. The first
+def count_stretch(path, header, stretch, cases_path, task_name, regrade):
+    """Return (Tally, TrialDigest, sessions, spans) of a stretch of the log with this header, graded row by row on the way. The first
     session is the one that goes on; `spans` maps a session's place to (when its first trial began, when its last
     ended)."""
     case_set, task = loaded(cases_path, task_name)
     log = bench.read_log(path, case_set, regrade, stretch=stretch)
+    if log.header != header:
+        raise RunError(f"{path} was replaced while it was read; report it again")
     cases = {case["id"]: case for case in harness.in_splits(case_set, log.header["splits"])}
     tally, digest, spans = Tally(list(cases), log.header["trials"]), harness.TrialDigest(log.header["trials"]), {}
     for row in log.rows():
